@@ -14,13 +14,17 @@ US = 1000
 
 
 class Op(NamedTuple):
-    """A call: its operator, its time, the shape of its tensor, its element type, and that to which it copies ("")."""
+    """A call: its operator, its time, the shape of its tensor, its element type, that to which it copies ("").
+
+    `node` is the slice of autograd around it ("").
+    """
 
     name: str
     us: int
     shape: tuple[int, ...] = (512, 128)
     dtype: str = "float"
     cast_to: str = ""
+    node: str = ""
 
 
 def trace(ops: Sequence[Op], steps: int = 4, pause_us: int = 1) -> Trace:
@@ -30,8 +34,13 @@ def trace(ops: Sequence[Op], steps: int = 4, pause_us: int = 1) -> Trace:
         began_ns = now_ns
         for op in ops:
             now_ns += pause_us * US
+            parent = None
+            if op.node:
+                parent = len(calls)
+                around = {"id": parent, "lane": 0, "kind": "cpu_op", "step": step, "name": op.node}
+                calls.append(around | {"start_ns": now_ns, "dur_ns": op.us * US})
             number = len(calls)
-            call = {"id": number, "parent_id": None, "lane": 0, "kind": "cpu_op", "step": step}
+            call = {"id": number, "parent_id": parent, "lane": 0, "kind": "cpu_op", "step": step}
             call |= {"start_ns": now_ns, "dur_ns": op.us * US, "name": op.name}
             shapes = f"[{list(op.shape)}, {list(op.shape)}, []]"
             calls.append(call | {"shapes": shapes, "dtypes": f'["{op.dtype}", "{op.dtype}", "Scalar"]'})

@@ -13,7 +13,7 @@ from tracekit.model import kernel_names, units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
 from tracekit.replay.graph.causes.cause import Cause
-from tracekit.replay.graph.causes.device_time import CASTS, SLOW_ARITHMETIC, SMALL_OPS
+from tracekit.replay.graph.causes.device_time import ANOMALY_CHECKS, CASTS, SLOW_ARITHMETIC, SMALL_OPS
 from tracekit.rules import quoted_step
 from tracekit.rules.advice import Advice
 from tracekit.rules.compute import AvoidableTime
@@ -150,6 +150,43 @@ class SmallOps(AvoidableTime):
             f"{rows.height:,} small ops take {loss}, with the Python between them. {count:,} of them are "
             f"{kind['op']} on {kind['shapes']}, {units.duration(took_ns)} each.{place}",
             _ONE_OP.suited_to(run),
+        )
+
+
+@dataclass(frozen=True)
+class AnomalyMode(AvoidableTime):
+    """Autograd's anomaly mode, left on: a debugging aid that checks every gradient.
+
+    What it does: reports steps of a CPU run in which autograd looks for NaN after each node of backward, if that takes
+    `min_saved_ratio` of the step.
+
+    Why it costs: each gradient is read again, by two ops and a read of their result; forward records a stack for each
+    operator, too.
+
+    How it is measured: aten::isnan and what tests its result, where autograd itself calls them. Steps that save are
+    left out.
+
+    How to fix: torch.autograd.set_detect_anomaly(False); turn it on for the steps that are investigated; check the loss
+    or the norm of the gradients instead.
+
+    Blind spots: the stacks of forward are not counted. On a GPU, each read waits for the device (HOST002).
+    """
+
+    code: ClassVar[str] = "COMP009"
+    cause: ClassVar[Cause] = ANOMALY_CHECKS
+    claim: ClassVar[str] = "Autograd's anomaly mode checks every gradient for NaN"
+    confidence: ClassVar[float] = 0.9
+    facts: ClassVar[tuple[TraceFact, ...]] = (cpu_ops.anomaly_checks, *save_stages.FACTS)
+    min_saved_ratio: float = 0.03
+
+    def advise(self, run: Run, loss: quoted_step.StepLoss) -> tuple[str, str]:
+        """Message and fix for a loss, by the checks of the quoted step."""
+        checks = loss.rows(run.table(self.facts[0]))
+        count = checks.filter(op="aten::isnan").height
+        return (
+            f"Autograd checks {units.count(count, 'gradient')} for NaN, which takes {loss}: anomaly mode is on.",
+            "Turn off torch.autograd.set_detect_anomaly, or turn it on for the steps that are investigated only; check "
+            "the loss or the norm of the gradients instead.",
         )
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from tests.support import drawn_cpu_ops
 from tests.support.drawn_cpu_ops import Op
-from tests.support.rule_examples import CAST, FAST_OPS
-from tracekit.rules.cpu_ops import RepeatedCasts, SlowArithmetic, SmallOps
+from tests.support.rule_examples import CAST, FAST_OPS, NODE
+from tracekit.rules.cpu_ops import AnomalyMode, RepeatedCasts, SlowArithmetic, SmallOps
 from tracekit.rules.engine import check
 from tracekit.rules.rule import Rule, Severity
 
@@ -82,3 +82,14 @@ def test_hundreds_of_small_ops_cost_their_time_and_that_of_python_between_them(w
 )
 def test_few_or_larger_ops_are_no_loop_of_small_ones(loop):
     assert findings([Op("aten::mm", 1000), *loop], SmallOps()) == ()
+
+
+def test_checks_for_nan_that_autograd_makes_are_anomaly_mode(wording):
+    checks = [Op("aten::isnan", 20, node=NODE), Op("aten::_is_any_true", 10, node=NODE)]
+    (finding,) = findings([Op("aten::mm", 100), *checks], AnomalyMode())
+    assert finding.cost_ns == 32 * US
+    wording(finding.message, finding.sentence)
+
+
+def test_checks_for_nan_of_the_program_are_its_own():
+    assert findings([Op("aten::mm", 100), Op("aten::isnan", 20)], AnomalyMode()) == ()

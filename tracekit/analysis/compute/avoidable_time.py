@@ -37,7 +37,8 @@ _CALL = ["name", "shapes", "dtypes", "arguments", "strides"]
 COLUMNS = schema.columns("activity_id cause saved_ns")
 (
     MISALIGNED, NO_TENSOR_CORES, UNFUSED_OPTIMIZER, UNFUSED_CHAIN, PARTIAL_WAVE, SLOW_ARITHMETIC, CAST, SMALL_OP,
-) = range(1, 9)  # fmt: skip
+    ANOMALY_CHECK,
+) = range(1, 10)  # fmt: skip
 
 
 @trace_fact
@@ -133,6 +134,7 @@ _FACTS: tuple[TraceFact, ...] = (
     cpu_ops.slow_arithmetic,
     cpu_ops.casts,
     cpu_ops.small_ops,
+    cpu_ops.anomaly_checks,
 )
 
 
@@ -140,7 +142,7 @@ _FACTS: tuple[TraceFact, ...] = (
 def avoidable(trace: Trace) -> pl.DataFrame:
     """Kernels, or ops of a CPU run, that would take less time, each by its first cause.
 
-    Columns COLUMNS: cause (MISALIGNED to SMALL_OP); one row per kernel.
+    Columns COLUMNS: cause (MISALIGNED to ANOMALY_CHECK); one row per kernel.
     """
     parts = [
         kernels.select("activity_id", "saved_ns", cause=pl.lit(cause, pl.Int64))

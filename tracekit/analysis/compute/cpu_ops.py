@@ -38,6 +38,8 @@ _SMALL_BYTES = 64 << 10
 _MANY = 200  # calls of one kind in a step: loops over the parameters of a healthy model have 10 to 50
 _MAX_PAUSE_NS = 100_000  # longer pauses between ops are Python's
 _VIEWS = ("aten::split", "aten::split_with_sizes", "aten::unbind", "aten::chunk", "aten::tensor_split")
+_ANOMALY_CHECKS = ("aten::isnan", "aten::_is_any_true", "aten::any")
+_AUTOGRAD_NODE = r"^autograd::engine::evaluate_function"
 _CALL = ("name", "shapes", "dtypes", "arguments", "strides")
 
 
@@ -134,6 +136,24 @@ def small_ops(trace: Trace) -> pl.DataFrame:
     located = chosen.join(lines, on="launch_id", how="left", maintain_order="left")
     saved_ns = pl.col("dur_ns") + pl.col("pause_ns")
     return schema.conform(located.with_columns(op="name", usual_ns=None, saved_ns=saved_ns), SMALL_COLUMNS)
+
+
+@trace_fact
+@memoize
+def anomaly_checks(trace: Trace) -> pl.DataFrame:
+    """Ops of a CPU run by which autograd's anomaly mode looks for NaN in the gradients of each node of backward.
+
+    Columns COLUMNS: usual_ns (null), saved_ns (its whole time, and the pause of its thread before it); one row per op.
+    Autograd calls them itself, so that only its own slice is around them.
+    """
+    calls = _calls(trace).filter(pl.col("name").is_in(_ANOMALY_CHECKS))
+    if calls.is_empty():
+        return schema.empty(COLUMNS)
+    parent = trace_columns.parent_rows(trace)[calls["row"].to_numpy()]
+    by_engine = trace_columns.is_named(trace, _AUTOGRAD_NODE)[np.maximum(parent, 0)] & (parent >= 0)
+    checks = calls.filter(pl.Series(by_engine))
+    saved_ns = pl.col("dur_ns") + pl.col("pause_ns")
+    return schema.conform(checks.with_columns(op="name", usual_ns=None, saved_ns=saved_ns), COLUMNS)
 
 
 @memoize

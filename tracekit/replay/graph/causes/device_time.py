@@ -132,6 +132,14 @@ SMALL_OPS = Cause(
 )  # fmt: skip
 
 
+ANOMALY_CHECKS = Cause(
+    name="anomaly-checks", codes=("COMP009",), kind=Kind.COMPUTE,
+    transform=partial(without_avoidable_time, cause=avoidable_time.ANOMALY_CHECK), place=10, confidence=0.8,
+    summary="autograd looks for no NaN in gradients (anomaly mode)",
+    basis="ops of a CPU run that autograd calls for that after each node of backward",
+)  # fmt: skip
+
+
 RECOMPUTATION = Cause(
     name="recomputation", codes=("MEM002",), kind=Kind.COMPUTE, transform=without_recomputation,
     summary="no activation is recomputed",
