@@ -230,14 +230,14 @@ def _reason(run: Run, ranks: tuple[int, ...], excess: ExcessTime | None, lost_ns
     Of unknown kind where neither shows it.
     """
     balanced_ratio = 1 - len(ranks) / len(run.ranks)
-    if reason := late_work.reason(excess, subject, lost_ns=lost_ns, balanced_ratio=balanced_ratio):
+    if reason := late_work.reason(run, excess, subject, lost_ns=lost_ns, balanced_ratio=balanced_ratio):
         return reason
     who = units.numbers("rank", ranks)
     ratio = late_ranks.launched_late_ratio(run, ranks)
     if ratio >= _MIN_LAUNCHED_LATE:
         claim = f"{subject.has} host launches collectives late{subject.tail}"
         evidence = _LAUNCHED_LATE.format(units.share(ratio))
-        return Reason(LATE, claim, evidence, late_work.SLOW_HOST.format(ranks=who))
+        return Reason(LATE, claim, evidence, late_work.SLOW_HOST.suited_to(run).format(ranks=who))
     claim = f"{subject.name} {subject.verb('arrives', 'arrive')} late at collectives{subject.tail}"
     return Reason("", claim, "", late_work.UNKNOWN.format(ranks=who))
 
@@ -347,7 +347,7 @@ class UnevenRanks(Rule):
             waits = "the others wait" if len(run.ranks) > 2 else f"{others} waits"
             subject = Subject(f"Rank {latest_rank}", others, tail=f", and {waits} for it")
         balanced_ratio = 1 - 1 / len(run.ranks)
-        reason = late_work.reason(excess, subject, lost_ns=worst["waited_ns"], balanced_ratio=balanced_ratio)
+        reason = late_work.reason(run, excess, subject, lost_ns=worst["waited_ns"], balanced_ratio=balanced_ratio)
         claim = f"Ranks wait for each other in turn, {late_for}"
         what_if = None
         if latest_rank is not None:
@@ -634,7 +634,7 @@ def _occasional_reason(run: Run, ranks: tuple[int, ...], events: pl.DataFrame, s
     before = events.select(_STEP).join(order, on=_STEP, nulls_equal=True).select("window", step="before").drop_nulls()
     for late_steps in (events.select(_STEP), before):
         excess = late_ranks.excess_time(run, late_ranks.of_steps(ranks, late_steps))
-        if reason := late_work.reason(excess, subject, lost_ns=lost_ns, balanced_ratio=balanced_ratio):
+        if reason := late_work.reason(run, excess, subject, lost_ns=lost_ns, balanced_ratio=balanced_ratio):
             return reason
     return None
 

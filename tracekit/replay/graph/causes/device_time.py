@@ -8,9 +8,10 @@ import polars as pl
 
 from tracekit.analysis.compute import avoidable_time
 from tracekit.analysis.parallelism import late_ranks
+from tracekit.analysis.time import host_state
 from tracekit.model.sweep_line import Flags
 from tracekit.replay.graph.causes.cause import Cause, Kind, Pricing
-from tracekit.replay.graph.causes.host import with_zero_time
+from tracekit.replay.graph.causes.host import gap_ns, with_shorter_gaps, with_zero_time
 from tracekit.replay.graph.dependency_graph import RELEASE, Graph, InsufficientDataError
 from tracekit.replay.graph.nodes import HOST
 
@@ -22,9 +23,18 @@ _STEP = ["window", "step"]
 
 
 def without_avoidable_time(graph: Graph, cause: int) -> Graph:
-    """Let kernels take as much less time as the change that avoids a cause of `avoidable_time` saves."""
+    """Let kernels take as much less time as the change that avoids a cause of `avoidable_time` saves.
+
+    What it saves beyond the time of an op of a CPU run is the pause in Python before that op.
+    """
     nodes = np.flatnonzero(graph.column("avoidable_by") == cause)
-    return graph.with_durations(nodes, np.maximum(graph.own_ns[nodes] - graph.column("avoidable_ns")[nodes], 0))
+    remaining_ns = graph.own_ns[nodes] - graph.column("avoidable_ns")[nodes]
+    shorter = graph.with_durations(nodes, np.maximum(remaining_ns, 0))
+    if graph.on_device:
+        return shorter
+    pause_ns = np.zeros(graph.count, np.int64)
+    pause_ns[nodes] = np.minimum(np.maximum(-remaining_ns, 0), gap_ns(graph, host_state.PYTHON)[nodes])
+    return with_shorter_gaps(shorter, pause_ns)
 
 
 def without_recomputation(graph: Graph) -> Graph:
@@ -95,6 +105,38 @@ PARTIAL_WAVES = Cause(
     transform=partial(without_avoidable_time, cause=avoidable_time.PARTIAL_WAVE), place=10, confidence=0.6,
     summary="the last wave of blocks of a matrix product fills the device",
     basis="blocks of products with one block per tile, by the number of multiprocessors",
+)  # fmt: skip
+
+
+SLOW_ARITHMETIC = Cause(
+    name="slow-arithmetic", codes=("COMP006",), kind=Kind.COMPUTE,
+    transform=partial(without_avoidable_time, cause=avoidable_time.SLOW_ARITHMETIC), place=10, confidence=0.8,
+    summary="elementwise ops of a CPU run are as fast as others of their size",
+    basis="ops that take five times as long in every call as others of the same element type and size",
+)  # fmt: skip
+
+
+CASTS = Cause(
+    name="casts", codes=("COMP007",), kind=Kind.COMPUTE,
+    transform=partial(without_avoidable_time, cause=avoidable_time.CAST), place=10, confidence=0.8,
+    summary="no op of a CPU run converts element types",
+    basis="copies to another floating type",
+)  # fmt: skip
+
+
+SMALL_OPS = Cause(
+    name="small-ops", codes=("COMP008",), kind=Kind.COMPUTE,
+    transform=partial(without_avoidable_time, cause=avoidable_time.SMALL_OP), place=10, confidence=0.8,
+    summary="one op replaces hundreds of small ones",
+    basis="ops of a CPU run on less than 64 KiB, called with the same shapes 200 times in a step or more",
+)  # fmt: skip
+
+
+ANOMALY_CHECKS = Cause(
+    name="anomaly-checks", codes=("COMP009",), kind=Kind.COMPUTE,
+    transform=partial(without_avoidable_time, cause=avoidable_time.ANOMALY_CHECK), place=10, confidence=0.8,
+    summary="autograd looks for no NaN in gradients (anomaly mode)",
+    basis="ops of a CPU run that autograd calls for that after each node of backward",
 )  # fmt: skip
 
 
