@@ -112,6 +112,7 @@ accuracy: $(VENV)/.test
 	@$(BIN)/python -m benchmarks.constant_troubles --out docs/lab/constant_troubles.md
 	@$(BIN)/python -m benchmarks.published_table --out docs/lab/published_table.md
 	@$(BIN)/python -m tests.fuzz --seconds 600
+	@$(BIN)/python -m tests.fuzz.missing --pairs 3000
 	@$(BIN)/python -m tests.fuzz.growth
 
 SECONDS ?= 60

@@ -28,7 +28,7 @@ from tracekit.capture import Recorder
 
 RANKS = 2
 HEALTHY = "healthy"
-SIZES = {"small": (128, 4, 128), "middle": (256, 4, 256), "large": (384, 4, 256)}
+SIZES = {"small": (128, 4, 512), "middle": (256, 4, 512), "large": (384, 4, 512)}
 """Width, blocks and rows of a batch."""
 FIRST_PROFILED_STEP, LAST_STEP = 5, 13
 _VOCABULARY = 1024
@@ -150,7 +150,7 @@ def logging_every_step(changes: Changes) -> Iterator[None]:
 
 def cpu_copies(changes: Changes) -> None:
     def copy(logits: torch.Tensor) -> None:
-        for _ in range(8):
+        for _ in range(16):
             logits.detach().cpu().clone().double().cpu().numpy().copy()
 
     changes.after_forward = copy
@@ -241,7 +241,7 @@ def slow_disk_log(changes: Changes) -> Iterator[None]:
     with (changes.folder / f"slow{changes.rank}.txt").open("w") as log:
 
         def write(step: int) -> None:
-            for part in range(6):
+            for part in range(24):
                 log.write(f"{step} {part}\n" * 1000)
                 log.flush()
                 os.fsync(log.fileno())
@@ -262,7 +262,7 @@ def denormals(changes: Changes) -> None:
 
 def tokenize(changes: Changes) -> None:
     def prepare(batch: torch.Tensor) -> torch.Tensor:
-        words = [hash(word) % _VOCABULARY for _ in range(12) for word in re.findall(r"\w+|\S", _TEXT)]
+        words = [hash(word) % _VOCABULARY for _ in range(60) for word in re.findall(r"\w+|\S", _TEXT)]
         return torch.tensor(words[: len(batch)])
 
     changes.prepare_batch = prepare
@@ -270,7 +270,7 @@ def tokenize(changes: Changes) -> None:
 
 def item_per_parameter(changes: Changes) -> None:
     def norms() -> None:
-        for _ in range(8):
+        for _ in range(30):
             sum(parameter.grad.norm().item() ** 2 for parameter in changes.model.parameters())
 
     changes.after_backward = norms
@@ -279,7 +279,7 @@ def item_per_parameter(changes: Changes) -> None:
 def dtype_casts(changes: Changes) -> None:
     def cast() -> None:
         for parameter in changes.model.parameters():
-            for _ in range(4):
+            for _ in range(8):
                 parameter.grad = parameter.grad.double().float()
 
     changes.after_backward = cast
@@ -302,7 +302,7 @@ def record(run: Path, size: str, rank: int, trouble: Trouble) -> None:
     model = Model(width, blocks)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     changes = Changes(rank, run.parent, model, optimizer, rows)
-    parallel = nn.parallel.DistributedDataParallel(model)
+    parallel = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1)
     with contextlib.ExitStack() as stack:
         change = trouble(changes)
         if change is not None:

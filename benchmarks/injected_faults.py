@@ -1,7 +1,9 @@
 """Faults of known size to put into recorded jobs: a slow rank, a data stall, a checkpoint and others."""
 
 import bisect
+import math
 import random
+import re
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -11,6 +13,8 @@ from benchmarks.perturbation_graph import Job, Rank
 
 _RESOLUTION_US = 1.0
 """Distance of two moments that are told apart: some recordings count float64 µs since 1970, in steps of 0.25 µs."""
+_FROM_HOST = re.compile(r"(?i)HtoD|Host ?-> ?Device")
+_PRODUCT = re.compile(r"(?i)gemm|cutlass|cijk|conv|flash|fmha")
 _ROUNDS = 6
 """How often contention is applied to its own result."""
 
@@ -195,11 +199,17 @@ def clock_drop(job: Job, size: float, rng: random.Random) -> int:
 
 
 def uneven_work(job: Job, size: float, rng: random.Random) -> None:
-    """Let each rank's kernels take longer by a factor of its own in each step, as for sequences of uneven lengths."""
-    for rank in job.ranks:
-        for stretch, kernels in [(1 + 3 * size * rng.random(), part) for part in _compute_of_steps(rank)]:
-            for kernel in kernels:
-                kernel.stretch = stretch
+    """Let each rank's kernels take longer or shorter by a factor of its own in each step, as for uneven sequences.
+
+    The mean over ranks stays: what it costs is what balancing the work saves.
+    """
+    parts = [_compute_of_steps(rank) for rank in job.ranks]
+    for place in range(len(parts[0])):
+        factors = [1 + 3 * size * (rng.random() - 0.5) for _ in parts]
+        mean = statistics.fmean(factors)
+        for rank_parts, factor in zip(parts, factors, strict=True):
+            for kernel in rank_parts[place]:
+                kernel.stretch = factor / mean
 
 
 def heating(job: Job, size: float, rng: random.Random) -> int:
@@ -242,15 +252,122 @@ def background_save(job: Job, size: float, rng: random.Random) -> None:
     place = rng.randrange(len(steps_of(job.ranks[0])))
     for rank in job.ranks:
         kernels = _compute_of_steps(rank)[place]
-        for kernel in kernels[: len(kernels) // 2]:
+        first = kernels[0].start
+        until = statistics.median(kernel.start for kernel in kernels)
+        for kernel in rank.kernels:
+            if not kernel.is_collective and first <= kernel.start <= until:
+                kernel.stretch = 1 + 6 * size
+
+
+def slow_copies(job: Job, size: float, _rng: random.Random) -> None:
+    """Slow copies from the host down, as without pinned memory or behind a narrow link."""
+    for rank in job.ranks:
+        for kernel in rank.kernels:
+            if kernel.event["cat"] == "gpu_memcpy" and _FROM_HOST.search(kernel.event["name"]):
+                kernel.stretch = 1 + 20 * size
+
+
+def delayed_stream(job: Job, size: float, rng: random.Random) -> None:
+    """Let each kernel of one stream of compute start later than it could, on all ranks."""
+    counts: dict[object, int] = {}
+    for kernel in job.ranks[0].kernels:
+        if not kernel.is_collective and kernel.event["cat"] == "kernel":
+            counts[kernel.stream[1]] = counts.get(kernel.stream[1], 0) + 1
+    stream = rng.choices(list(counts), [math.sqrt(count) for count in counts.values()])[0]
+    for rank in job.ranks:
+        delay = size * _step_us(rank) * len(steps_of(rank)) / counts[stream]
+        for kernel in rank.kernels:
+            if kernel.stream[1] == stream and not kernel.is_collective:
+                kernel.delay = delay
+
+
+def link_degrades(job: Job, size: float, _rng: random.Random) -> None:
+    """Let all collectives transfer more slowly from the middle of the recording on."""
+    for members in job.instances[len(job.instances) // 2 :]:
+        for _, kernel in members:
+            kernel.stretch = 1 + 16 * size
+
+
+def retransmits(job: Job, size: float, rng: random.Random) -> None:
+    """Let one collective in five transfer far more slowly, now and then."""
+    for members in job.instances:
+        stretch = 1 + 40 * size if rng.random() < 1 / 5 else 1.0
+        for _, kernel in members:
+            kernel.stretch = stretch
+
+
+def late_collectives(job: Job, size: float, rng: random.Random) -> int:
+    """Let the host of one rank be late directly before each collective."""
+    rank = rng.choice(job.ranks)
+    launches = [launch for launch in _collective_launches(rank) if launch > rank.steps_start]
+    lost_us = size * _step_us(rank) * len(steps_of(rank))
+    rank.pauses.extend(Pause(_ops_begin(rank, launch), lost_us / len(launches)) for launch in launches)
+    return rank.number
+
+
+def launched_twice(job: Job, size: float, rng: random.Random) -> int:
+    """Let one rank launch kernels of some names twice in a row."""
+    rank = rng.choice(job.ranks)
+    calls = {event["args"]["correlation"]: event for event in rank.calls if "correlation" in event.get("args", {})}
+    compute = [k for k in rank.kernels if not k.is_collective and k.event["cat"] == "kernel" and k.launch is not None]
+    names = sorted({kernel.event["name"] for kernel in compute})
+    chosen = set(rng.sample(names, max(1, round(min(1.0, 3 * size) * len(names)))))
+    for number, kernel in enumerate(kernel for kernel in compute if kernel.event["name"] in chosen):
+        call, correlation = calls[kernel.event["args"]["correlation"]], 10**8 + number
+        kernel.stretch, kernel.twin = 2.0, {**kernel.event["args"], "correlation": correlation}
+        launch = {**call, "args": {**call["args"], "correlation": correlation}, "ts": 0.5, "dur": 4.0}
+        rank.pauses.append(Pause(float(call["ts"]) - _RESOLUTION_US / 2, 5.0, slices=(launch,)))
+    return rank.number
+
+
+def slow_layer(job: Job, size: float, rng: random.Random) -> None:
+    """Let the kernels of one part of every step, such as a layer, take longer on all ranks."""
+    place = rng.uniform(0.1, 0.8)
+    for rank in job.ranks:
+        for kernels in _compute_of_steps(rank):
+            first = round(place * len(kernels))
+            for kernel in kernels[first : first + len(kernels) // 8]:
+                kernel.stretch = 1 + 12 * size
+
+
+def late_optimizer(job: Job, size: float, _rng: random.Random) -> None:
+    """Let all hosts pause before the last tenth of each step."""
+    for start, end in steps_of(job.ranks[0]):
+        for rank, at_us in _same_place(job, end - 0.1 * (end - start)):
+            rank.pauses.append(Pause(_between_calls(rank, at_us), size * _step_us(rank)))
+
+
+def slow_memory(job: Job, size: float, rng: random.Random) -> int:
+    """Let the kernels of one rank that are bound by memory (no matrix products) take longer."""
+    rank = rng.choice(job.ranks)
+    for kernel in rank.kernels:
+        if not kernel.is_collective and not _PRODUCT.search(kernel.event["name"]):
             kernel.stretch = 1 + 6 * size
+    return rank.number
+
+
+def power_cap(job: Job, size: float, _rng: random.Random) -> None:
+    """Let the kernels of all ranks take longer in the second half of the recording."""
+    for rank in job.ranks:
+        for kernel in rank.kernels:
+            if not kernel.is_collective and kernel.start >= (rank.steps_start + rank.end) / 2:
+                kernel.stretch = 1 + 3 * size
+
+
+def jitter(job: Job, size: float, rng: random.Random) -> None:
+    """Let the hosts of all ranks pause at random moments, as when other processes take their cores."""
+    for rank in job.ranks:
+        for start, end in steps_of(rank):
+            for _ in range(8):
+                at_us = _between_calls(rank, rng.uniform(start, end))
+                rank.pauses.append(Pause(at_us, size * _step_us(rank) * rng.expovariate(8)))
 
 
 _LATE = ("RANK001", "RANK004")
 """Rules on late ranks: the rank at fault may straggle alone, or together with another one."""
 
 KINDS = (
-    Kind("slow rank", slow_rank, _LATE, ("RANK003",), needs_ranks=2),
+    Kind("slow rank", slow_rank, (*_LATE, "RANK003"), needs_ranks=2),
     Kind("late host of one rank", late_host, (*_LATE, "HOST001"), ("RANK003",), needs_ranks=2),
     # A pause after a wait that found the device almost idle is a late launch.
     Kind("blocking pause of one rank", blocking_pause, ("HOST002", *_LATE, "HOST001"), ("RANK003",), needs_ranks=2),
@@ -272,7 +389,18 @@ KINDS = (
     Kind("slow last step", slow_last_step, ("STEP003", "STEP001", "RANK005"), (*_LATE, "RANK003")),
     Kind("slow in every second step", slow_every_second_step, ("RANK005", *_LATE), ("RANK003", "STEP001")),
     Kind("slow pair in all-to-alls", slow_pair, ("RANK002", "COMM001", "RANK003", *_LATE), needs_ranks=3),
-    Kind("save in the background", background_save, ("STEP001", "CKPT001", "CKPT002")),
+    Kind("save in the background", background_save, ("STEP003", "STEP001", "CKPT001", "CKPT002")),
+    Kind("slow copies from the host", slow_copies, ("HOST004", "HOST002", "HOST003")),
+    Kind("delayed stream", delayed_stream, ("STREAM005", "STREAM002", "HOST001")),
+    Kind("link degrades", link_degrades, ("RANK002", "STEP004", "COMM001", "TP002"), ("STREAM004",)),
+    Kind("retransmitted transfers", retransmits, ("STEP004", "RANK002", "COMM001", "TP002"), ("STREAM004",)),
+    Kind("late before collectives", late_collectives, (*_LATE, "HOST001", "RANK003"), needs_ranks=2),
+    Kind("kernels launched twice", launched_twice, (*_LATE, "RANK003", "HOST001"), needs_ranks=2),
+    Kind("slow layer", slow_layer, ("STEP003",)),
+    Kind("late optimizer", late_optimizer, ("HOST001", "HOST002")),
+    Kind("slow memory of one rank", slow_memory, (*_LATE, "RANK003"), needs_ranks=2),
+    Kind("power cap", power_cap, ("STEP003", "STEP001")),
+    Kind("host jitter", jitter, ("HOST001", "RANK003", *_LATE)),
     Kind("late launches of two ranks", late_group, ("RANK004", "RANK001", "HOST001", "RANK003"), needs_ranks=3),
 )
 
@@ -318,6 +446,12 @@ def _between_calls(rank: Rank, at_us: float) -> float:
         if event["cat"] != "user_annotation":
             at_us = max(at_us, float(event["ts"] + event["dur"]) + _RESOLUTION_US)
     return at_us
+
+
+def _ops_begin(rank: Rank, launch: float) -> float:
+    """Moment directly before the outermost op around a launch."""
+    around = (e for e in rank.host_slices if e["cat"] != "user_annotation" and e["ts"] <= launch <= e["ts"] + e["dur"])
+    return float(min((event["ts"] for event in around), default=launch)) - _RESOLUTION_US
 
 
 def _drain(rank: Rank, at_us: float, dur: float, name: str) -> None:

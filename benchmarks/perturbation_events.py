@@ -40,6 +40,10 @@ class Kernel:
     """Kernels of another stream that occupied the device until it started, though it could have started before."""
     stretch: float = 1.0
     """Factor for the time that it takes; of a collective, for its transfer."""
+    delay: float = 0.0
+    """Time by which it starts later than it could."""
+    twin: dict[str, Any] | None = None
+    """Arguments of the first of two equal kernels, if it is launched twice: each takes half of the time of both."""
     new_start: float | None = None
     new_end: float | None = None
 

@@ -93,6 +93,8 @@ class Rank:
         """Moment of the pause whose length is being computed."""
         self.clock_us = 0.0
         """How much later than in the recording its clock is."""
+        self.host_speed = 1.0
+        """How many times as fast as in the recording its host is; it waits for the device as long as that needs."""
         self.placed: list[tuple[Pause, float, float]] = []
         """Each pause of the replay with its start and end."""
 
@@ -130,13 +132,13 @@ class Rank:
         self.taken = [span for span in self.taken if span[0] < begin]
         for kernel in self.kernels:
             if not self.steps or (kernel.launch is not None and kernel.launch >= self.steps_start):
-                kernel.stretch = 1.0
+                kernel.stretch, kernel.delay = 1.0, 0.0
 
     def undo_changes(self) -> None:
         """Undo all changes to the host, to the work and to the clock, and forget the last replay."""
-        self.pauses, self.taken, self.clock_us = [*self._waits], [], 0.0
+        self.pauses, self.taken, self.clock_us, self.host_speed = [*self._waits], [], 0.0, 1.0
         for kernel in self.kernels:
-            kernel.stretch = 1.0
+            kernel.stretch, kernel.delay, kernel.twin = 1.0, 0.0, None
         self.prepare()
 
     def _link(self) -> None:
@@ -271,9 +273,14 @@ class Rank:
             outer, self._resolving = self._resolving, pause.at_us
             self._shifts.append((pause.at_us, self._after(pause, shift)))
             self._resolving = outer
-            self.placed.append((pause, pause.at_us + shift, pause.at_us + self._shifts[-1][1]))
+            at_us = self._sped_up(pause.at_us)
+            self.placed.append((pause, at_us + shift, at_us + self._shifts[-1][1]))
         count = bisect.bisect_right(self._shifts, (time, _INFINITY))
-        return time + (self._shifts[count - 1][1] if count else 0.0)
+        return self._sped_up(time) + (self._shifts[count - 1][1] if count else 0.0)
+
+    def _sped_up(self, time: float) -> float:
+        """Moment of a moment of the host's if all that it does is faster."""
+        return time if self.host_speed == 1 else self.start + (time - self.start) / self.host_speed
 
     def _after(self, pause: Pause, shift: float) -> float:
         """Return by how much the host is later after a pause."""
@@ -282,14 +289,16 @@ class Rank:
             if pause.awaits is None:
                 return shift
             waited = pause.awaits.end > start
-            earliest = start + shift + (min(end - start, 5.0) if waited else end - start)
+            called = (min(end - start, 5.0) if waited else end - start) / self.host_speed
             tail = max(end - pause.awaits.end, 0.0) if waited else 3.0
-            return max(earliest, resolve(pause.awaits, self) + tail) - end
-        start = pause.at_us + shift
+            earliest = self._sped_up(start) + shift + called
+            return max(earliest, resolve(pause.awaits, self) + tail) - self._sped_up(end)
+        at_us = self._sped_up(pause.at_us)
+        start = at_us + shift
         if pause.drains:
             launched = [k for k in self.kernels if k.launch is not None and k.launch < pause.at_us]
             start = max([start, *(resolve(kernel, self) for kernel in launched[-400:])])
-        return start + pause.dur - pause.at_us
+        return start + pause.dur - at_us
 
     def prepare(self) -> None:
         """Sort the pauses; called before a replay."""
@@ -314,7 +323,7 @@ class Rank:
             kernel.new_start = kernel.start if ready == -1e300 else new_ready + max(kernel.start - ready, 0.0)
             if self._fill:
                 kernel.new_start = self._after_filling(kernel, kernel.new_start)
-            kernel.new_start = self._free_from(kernel.new_start)
+            kernel.new_start = self._free_from(kernel.new_start + kernel.delay)
         return kernel.new_start
 
     def _free_from(self, time: float) -> float:
@@ -387,7 +396,7 @@ class Job:
         Steps begin with the first work that is launched in them. What changes before it, such as slow kernels that were
         queued when the recording began, is in both replays: with the changes in the steps, and without them.
         """
-        changes = [(r, r.pauses, r.taken, [(kernel, kernel.stretch) for kernel in r.kernels]) for r in self.ranks]
+        changes = [(r, r.pauses, r.taken, [(k, k.stretch, k.delay) for k in r.kernels]) for r in self.ranks]
         for rank in self.ranks:
             rank.without_changes_in_steps()
         self.replay()
@@ -395,8 +404,8 @@ class Job:
         before = [rank.new_end for rank in self.ranks]
         for rank, pauses, busy_spans, stretches in changes:
             rank.pauses, rank.taken = pauses, busy_spans
-            for kernel, stretch in stretches:
-                kernel.stretch = stretch
+            for kernel, stretch, delay in stretches:
+                kernel.stretch, kernel.delay = stretch, delay
         self.replay()
         after = [rank.new_end for rank in self.ranks]
         return max(end - begin for end, begin in zip(after, begins, strict=True)) - max(
@@ -425,6 +434,19 @@ def load(paths: Iterable[Path]) -> Job:
     """Read the recordings of a job: one file a rank, in the order of ranks, or one file that merges those of all."""
     documents = [part for path in sorted(paths) for part in _read(path)]
     return Job([Rank(document, number) for number, document in enumerate(documents)])
+
+
+def with_faster_hosts(folder: Path, written: Path, speed: float) -> Path:
+    """Write the recordings of a job again as if its hosts were faster, such as for a device that limits the step."""
+    job = load(folder.glob("*.json.gz"))
+    for rank in job.ranks:
+        rank.host_speed = speed
+    job.replay()
+    target = written / f"{folder.name}@{speed:g}"
+    target.mkdir()
+    for rank, document in zip(job.ranks, job.documents(), strict=True):
+        write(document, target / f"rank{rank.number:05d}.pt.trace.json.gz")
+    return target
 
 
 def write(document: dict[str, Any], path: Path) -> None:

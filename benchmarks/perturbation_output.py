@@ -24,7 +24,11 @@ def document(rank: "Rank") -> dict[str, Any]:
         if kernel is not None and kernel.new_start is not None and kernel.new_end is not None:
             copy["ts"] = round(kernel.new_start, 3)
             if "dur" in copy:
-                copy["dur"] = round(kernel.new_end - kernel.new_start, 3)
+                pieces = 1 if kernel.twin is None else 2
+                copy["dur"] = round((kernel.new_end - kernel.new_start) / pieces, 3)
+                if kernel.twin is not None:
+                    events.append({**copy, "args": kernel.twin})
+                    copy["ts"] = round(copy["ts"] + copy["dur"], 3)
         elif event.get("cat") == "gpu_user_annotation":
             _around_kernels(copy, event, rank)
         elif isinstance(event.get("ts"), int | float):

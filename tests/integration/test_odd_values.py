@@ -188,6 +188,26 @@ def test_durations_that_contain_what_follows_are_left_out(recording, count, cate
     assert f"{len(places)} event" in quality(report)["bad_durations"]
 
 
+EVERY = {
+    "operators at time 0": (OPS, lambda event: _set(event, "ts", 0)),
+    "operators a year later": (OPS, lambda event: _shifted(event, YEAR_US)),
+    "calls 20 ms too long": (CALLS, lambda event: _set(event, "dur", float(event["dur"]) + 2e4)),
+    "kernels at time 0": (KERNELS, lambda event: _set(event, "ts", 0)),
+}
+
+
+@pytest.mark.parametrize("wrong", others_in_accuracy(EVERY, ["operators at time 0", "calls 20 ms too long"]))
+def test_every_event_of_a_kind_may_be_wrong(wrong, tmp_path):
+    """Work at the time of its calls says which times are right, and calls do not nest ten deep."""
+    traces = read(RECORDINGS["GPU, compiled"])
+    categories, change = EVERY[wrong]
+    events = next(iter(traces.values()))["traceEvents"]
+    places = [place for place, event in enumerate(events) if event.get("ph") == "X" and event.get("cat") in categories]
+    said, report = judge(changed(traces, places, lambda event: change(event) or [event]), tmp_path / "odd")
+    assert said == judge(changed(traces, places, lambda event: []), tmp_path / "without")[0]
+    assert {"bad_times", "bad_durations"} & quality(report).keys()
+
+
 @pytest.mark.parametrize(
     ("recording", "kinds"),
     others_in_accuracy(

@@ -232,9 +232,10 @@ def test_the_command_prints_text_and_json(simulated):
     folder = str(simulated("fsdp2", "host-sync"))
     text = cli_runner.tracekit("whatif", folder, "--gpu-hour-price", "2", cwd=ROOT)
     assert text.returncode == 0, text.stderr
-    first, second, *_ = text.stdout.splitlines()
+    first, *rest = text.stdout.splitlines()
     assert "replayed without changes" in first
-    assert second.startswith(("without blocking-sync", "without communication"))
+    causes = rest[next(number for number, row in enumerate(rest) if row.startswith("without ")) + 1 :]
+    assert causes[0].startswith(("blocking-sync ", "communication "))
     assert "at 2 an hour" in text.stdout
     result = cli_runner.tracekit("whatif", folder, "--without", "blocking-sync", "--format", "json", cwd=ROOT)
     (only,) = json.loads(result.stdout)["without"]
@@ -243,7 +244,7 @@ def test_the_command_prints_text_and_json(simulated):
     both = cli_runner.tracekit(
         "whatif", folder, "--without", "communication", "--without", "blocking-sync", "--together", cwd=ROOT
     )
-    assert "without blocking-sync and communication mean step" in both.stdout
+    assert "\nblocking-sync and communication " in both.stdout
     one = cli_runner.tracekit("whatif", folder, "--without", "communication", "--together", cwd=ROOT)
     assert (one.returncode, "two or more causes" in one.stderr) == (2, True)
     wrong = cli_runner.tracekit("whatif", folder, "--without", "blocking-sink", cwd=ROOT)

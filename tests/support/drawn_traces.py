@@ -77,14 +77,14 @@ def slowing(after: Mapping[str, int], *, concurrent: bool = False) -> Trace:
 
 
 def paced(lengths: Sequence[Sequence[int]], *, rank: int = 0, concurrent: bool = False) -> Trace:
-    """Return steps of kernels abcdefgh, twice each, of these lengths in ns, by step and kernel.
+    """Return steps of kernels abcdefgh, again and again, of these lengths in ns, by step and kernel.
 
     With `concurrent`, a collective runs from step 2 on.
     """
     rows = [
         (letter, length, step)
         for step, of_step in enumerate(lengths)
-        for letter, length in zip(2 * "abcdefgh", of_step, strict=True)
+        for letter, length in zip(len(of_step) // 8 * "abcdefgh", of_step, strict=True)
     ]
     cells, steps = ("".join(text * length for text, length in part) for part in _letters(rows))
     comm = "".join(("x" if concurrent and step > 1 else ".") * length for _, length, step in rows)

@@ -7,8 +7,9 @@ import json
 import pkgutil
 import re
 import traceback
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,9 @@ class Said:
     reasons: frozenset[str] = frozenset()
     """Findings on data quality, notes, and what was not recorded."""
     faults: tuple[str, ...] = ()
-    """Crashes, and columns with another type than declared."""
+    """Crashes, columns with another type than declared, and numbers that cannot be."""
+    tables: frozenset[tuple[str, str]] = frozenset()
+    """Hash of each table and other input of facts and rules: what is equal for two recordings is not read again."""
 
 
 def said(files: Mapping[str, Any], folder: Path) -> Said:
@@ -99,41 +102,67 @@ _types: dict[str, pl.Schema] = {}
 """Columns of each fact, as the first recording with the fact has them."""
 
 
-_said: dict[str, Said] = {}
+_said: dict[frozenset[tuple[str, str]], Said] = {}
 """What is said of runs, by their tables: many parts are not read."""
 
 
 def _of_run(folder: Path) -> Said:
     run = loader.load(str(folder), cache=False)
-    identity = _identity(run, folder)
-    if identity not in _said:
-        _said[identity] = _report_values(run)
-    return _said[identity]
+    tables = frozenset(_hashes(run, folder).items())
+    if tables not in _said:
+        _said[tables] = replace(_report_values(run), tables=tables)
+    return _said[tables]
 
 
-def _identity(run: Run, folder: Path) -> str:
-    """Hash of all that facts and rules read of a run."""
-    digest = hashlib.sha256()
+def _hashes(run: Run, folder: Path) -> dict[str, str]:
+    """Hash of all that facts and rules read of a run, by table."""
+    digests: defaultdict[str, Any] = defaultdict(hashlib.sha256)
     for trace in run.traces():
-        for rows in trace.tables.values():
-            digest.update(repr(rows.schema).encode() + rows.hash_rows().to_numpy().tobytes())
-        digest.update(repr((trace.rank, trace.window, dict(trace.header))).encode())
-    digest.update(repr((run.manifest, run.data_quality.drop("path").rows())).replace(str(folder), "").encode())
+        for name, rows in trace.tables.items():
+            plain = rows.drop("path", strict=False)
+            digests[name].update(repr(plain.schema).encode() + plain.hash_rows().to_numpy().tobytes())
+        digests["header"].update(repr((trace.rank, trace.window, dict(trace.header))).encode())
+    issues = run.data_quality.drop("path").rows()
+    digests["run"].update(repr((run.manifest, issues)).replace(str(folder), "").encode())
     for path in sorted(folder.glob("*.pickle")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
+        digests["snapshot"].update(path.read_bytes())
+    return {name: digest.hexdigest() for name, digest in digests.items()}
 
 
 def _report_values(run: Run) -> Said:
     report = engine.check(run)
-    faults = [*_faults_of_tables(run)]
     document = json.loads(report_json.render(report, run))
+    faults = [*_faults_of_tables(run), *impossible(document)]
     stated_savings.answer(report)
     absent = (json.dumps(row) for row in document["not_recorded"])
     reasons = frozenset({*(f.message for f in report.findings if f.code == "DATA001"), *report.notes, *absent})
     judged = [(f["code"], f["subject"], f["ranks"], f["severity"], f["message"]) for f in document["findings"]
               if f["code"] != "DATA001"]  # fmt: skip
     return Said("", json.dumps([judged, document["summary"]], sort_keys=True), reasons, tuple(faults))
+
+
+_PART_OF = re.compile(r"(\d[\d,.]*) (ns|µs|ms|s) of (\d[\d,.]*) (ns|µs|ms|s)\b")
+_UNITS_NS = {"ns": 1, "µs": 1e3, "ms": 1e6, "s": 1e9}
+_ROUNDING = 1.02
+_PARTS = ("compute_ns", "exposed_communication_ns", "exposed_copy_ns", "idle_ns")
+
+
+def impossible(document: Mapping[str, Any]) -> Iterator[str]:
+    """What cannot be in a report: a part that exceeds its whole, a share beyond 1, a negative time."""
+    for finding in document["findings"]:
+        for text in (finding["sentence"], finding["message"]):
+            for part, part_unit, whole, whole_unit in _PART_OF.findall(text):
+                sizes = (float(part.rstrip(".,").replace(",", "")), float(whole.rstrip(".,").replace(",", "")))
+                if sizes[0] * _UNITS_NS[part_unit] > _ROUNDING * sizes[1] * _UNITS_NS[whole_unit]:
+                    yield f"{finding['id']}: {part} {part_unit} of {whole} {whole_unit}"
+        yield from (
+            f"{finding['id']}: {name} is {finding[name]}"
+            for name in ("impact", "confidence")
+            if finding[name] is not None and not 0 <= finding[name] <= 1
+        )
+    for row in document["summary"]:
+        if min(row[name] for name in _PARTS) < 0 or sum(row[name] for name in _PARTS) != row["duration_ns"]:
+            yield f"parts of {row}"
 
 
 def _faults_of_tables(run: Run) -> Iterator[str]:
@@ -167,7 +196,7 @@ def _faults(name: str, rows: pl.DataFrame, declared: pl.Schema, *, is_conformed:
 
 
 def _of_commands(files: Mapping[str, Any], folder: Path) -> Said:
-    shown, faults = [], []
+    shown, reasons, faults = [], set[str](), []
     kinds = {missing_parts.kind(name) for name in files}
     for command in dict.fromkeys(c for kind in sorted(kinds) for c in _ALONE.get(kind, ())):
         paths = [folder] if command == ("hang",) else sorted(folder.iterdir())
@@ -175,9 +204,11 @@ def _of_commands(files: Mapping[str, Any], folder: Path) -> Said:
             done = cli_runner.tracekit(*command, path, "--format", "json")
             if done.returncode not in (0, 1, 2, 4):
                 faults.append(f"{' '.join(command)}: {done.returncode} {done.stderr[-400:]}")
-            shown.append((done.stdout, done.stderr))
-    text = json.dumps(shown).replace(str(folder), "RUN")
-    return Said("", text, frozenset({text}), tuple(faults))
+            document = json.loads(done.stdout or "{}")
+            reasons |= {str(note) for note in document.pop("notes", ())} | set(done.stderr.splitlines())
+            shown.append(document)
+    reasons = {reason.replace(str(folder), "RUN") for reason in reasons}
+    return Said("", json.dumps(shown).replace(str(folder), "RUN"), frozenset(reasons), tuple(faults))
 
 
 def _place(error: BaseException) -> str:

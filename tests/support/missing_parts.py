@@ -5,12 +5,12 @@ annotation of a trace, every table and column of a database.
 """
 
 import gzip
-import itertools
 import json
 import math
 import pickle
 import re
 import sqlite3
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +27,8 @@ CHANGES = ("remove", "rename", "empty")
 SHARED = ROOT.parent / "shared" / "traces"
 _LIST = "[]"
 """Stands in a path for every item of a list."""
+_ALL = -math.inf, math.inf
+_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _MOST_DEPTH = 7
 _MOST_BYTES = 60 << 20
 _MOST_NAMES = 20
@@ -66,10 +68,8 @@ def read(folder: Path, most_slices: int, most_ranks: int = 4) -> dict[str, Docum
     spans = [_middle(document["traceEvents"], most_slices) for document in files.values() if _is_trace(document)]
     for name, document in files.items():
         if _is_trace(document):
-            begin_us, end_us = spans[0] if any(_is_slice_within(e, *spans[0]) for e in document["traceEvents"]) else (
-                -math.inf, math.inf
-            )  # fmt: skip
-            events = [event for event in document["traceEvents"] if _is_within(event, begin_us, end_us)]
+            span = spans[0] if any(_is_slice_within(e, *spans[0]) for e in document["traceEvents"]) else _ALL
+            events = _within(document["traceEvents"], *span)
             files[name] = {**document, "traceEvents": events}
     return files
 
@@ -88,12 +88,32 @@ def parts(files: Mapping[str, Document]) -> list[Part]:
     return [Part(*place, change) for place in sorted(places) for change in CHANGES]
 
 
+def family(folder: Path) -> str:
+    """Recordings of one origin, of which those with the same part are alike: public ones are each of their own."""
+    if SHARED in folder.parents:
+        return folder.name
+    above = folder.parent.name
+    return re.split(r"[-_]", folder.name)[0] if above in ("recordings", "sample_traces") else above
+
+
+def of_each_family(parts_of: Mapping[Path, Sequence[Part]]) -> list[tuple[Path, Part]]:
+    """Every part once in each family of recordings: those of one family in turn."""
+    places: dict[tuple[str, Part], list[Path]] = {}
+    for folder, folder_parts in parts_of.items():
+        for part in folder_parts:
+            places.setdefault((family(folder), part), []).append(folder)
+    return [(rows[zlib.crc32(str(part).encode()) % len(rows)], part) for (_, part), rows in places.items()]
+
+
 def needs_reason(removed_parts: Sequence[Part]) -> bool:
-    """Whether the report has to say why it changes: a program without an annotation looks like one that has none."""
-    return not all(part.what == "name" or part.path in _ANNOTATIONS for part in removed_parts)
+    """Whether the report has to say why it changes: what need not happen looks, when it is gone, as if it had not."""
+    return not all(part.what == "name" or _NEED_NOT_HAPPEN & {*part.path} for part in removed_parts)
 
 
-_ANNOTATIONS = (("user_annotation",), ("python_function",))
+_NEED_NOT_HAPPEN = frozenset({
+    "user_annotation", "python_function",  # annotations by the program, Python frames
+    "dead_ranks", "error", "failed", "system_call", "retired", "source", "is_recorded",  # of a hang: a dead process
+})  # fmt: skip
 
 
 def changed(files: Mapping[str, Document], removed_parts: Sequence[Part]) -> dict[str, Document]:
@@ -120,15 +140,6 @@ def write(files: Mapping[str, Document], folder: Path) -> None:
         (folder / plain).write_bytes(data)
 
 
-def pairs(alone: Sequence[Part]) -> Iterator[tuple[Part, Part]]:
-    """Every pair of parts once, each with one of the pairs of changes, in turn."""
-    of_place = [list(group) for _, group in itertools.groupby(alone, lambda part: (part.kind, part.what, part.path))]
-    changes = itertools.cycle(itertools.product(range(len(CHANGES)), repeat=2))
-    for first, second in itertools.combinations(of_place, 2):
-        one, other = next(changes)
-        yield first[one], second[other]
-
-
 # Files ---------------------------------------------------------------------------------------------------------------
 
 
@@ -143,7 +154,7 @@ def kind(name: str) -> str:
     plain = re.sub(r"\.(gz|zst)$", "", name)
     found = next((file_kind for suffix, file_kind in suffixes.items() if plain.endswith(suffix)), "")
     return "" if plain in ("truth.json", "counted.json", "baseline.json", "jax.trace.json", "viztracer.json",
-                           "pyinstrument.json", "speedscope.json") else found  # fmt: skip
+                           "pyinstrument.json", "speedscope.json", "torch.json") else found  # fmt: skip
 
 
 def _parse(path: Path) -> Document:
@@ -172,9 +183,25 @@ def _is_trace(document: Document) -> bool:
 def _middle(events: Sequence[Event], most_slices: int) -> tuple[float, float]:
     starts = sorted(float(event["ts"]) for event in events if event.get("ph") == "X" and "ts" in event)
     if len(starts) <= most_slices:
-        return -math.inf, math.inf
+        return _ALL
     first = (len(starts) - most_slices) // 2
     return starts[first], starts[first + most_slices]
+
+
+def _within(events: Sequence[Event], begin_us: float, end_us: float) -> list[Event]:
+    """Events within a time, and the device's work of its calls, which may run later."""
+    calls = {
+        (event.get("args") or {}).get("correlation")
+        for event in events
+        if _is_slice_within(event, begin_us, end_us) and "_runtime" in str(event.get("cat"))
+    }
+    calls.discard(None)
+    rows = []
+    for event in events:
+        correlation = (event.get("args") or {}).get("correlation") if event.get("cat") in _WORK and calls else None
+        if _is_within(event, begin_us, end_us) if correlation is None else correlation in calls:
+            rows.append(event)
+    return rows
 
 
 def _is_within(event: Event, begin_us: float, end_us: float) -> bool:

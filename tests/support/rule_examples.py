@@ -7,7 +7,8 @@ from pathlib import Path
 
 import polars as pl
 
-from tests.support import drawn_hosts, drawn_kernels, drawn_traces, pipeline_examples
+from tests.support import drawn_cpu_ops, drawn_hosts, drawn_kernels, drawn_traces, pipeline_examples
+from tests.support.drawn_cpu_ops import Op
 from tests.support.sample_snapshots import MIB, Simulation, write
 from tracekit.model import schema
 from tracekit.model.run import RUN_DATA_QUALITY, Run
@@ -497,6 +498,12 @@ def crowded_run(picture: str, **processors: int) -> Run:
     return drawn_traces.run(drawn_traces.trace(picture, on_device=False), processors=stated)
 
 
+FAST_OPS = [Op("aten::add", 13), Op("aten::mul_", 10), Op("aten::add_", 10), Op("aten::sub_", 10)] * 2
+CAST = [Op("aten::to", 20, cast_to="double"), Op("aten::to", 30, dtype="double", cast_to="float")]
+"""To 64 bits and back."""
+NODE = "autograd::engine::evaluate_function: AddBackward0"
+
+
 EXAMPLES: dict[str, Example] = {
     "COMM001": Example(
         lambda: drawn_traces.run(drawn_traces.trace(EXPOSED)), lambda: drawn_traces.run(drawn_traces.trace(HIDDEN))
@@ -566,6 +573,21 @@ EXAMPLES: dict[str, Example] = {
         lambda: drawn_kernels.adam(*drawn_kernels.FOREACH_ADAM), lambda: drawn_kernels.adam("_fused_adamw_")
     ),
     "COMP004": Example(lambda: drawn_kernels.chain("exp", "neg", "sigmoid"), lambda: drawn_kernels.chain("exp", "exp")),
+    "COMP006": Example(
+        lambda: drawn_cpu_ops.run([*FAST_OPS, Op("aten::mul", 260)]),
+        lambda: drawn_cpu_ops.run([*FAST_OPS, Op("aten::mul", 26)]),
+    ),
+    "COMP007": Example(
+        lambda: drawn_cpu_ops.run([*FAST_OPS, *CAST]), lambda: drawn_cpu_ops.run([Op("aten::mm", 5000), *CAST])
+    ),
+    "COMP009": Example(
+        lambda: drawn_cpu_ops.run([*FAST_OPS, Op("aten::isnan", 20, node=NODE)]),
+        lambda: drawn_cpu_ops.run([*FAST_OPS, Op("aten::isnan", 20)]),
+    ),
+    "COMP008": Example(
+        lambda: drawn_cpu_ops.run([Op("aten::mm", 1000), *[Op("aten::mul_", 3, (512,))] * 250]),
+        lambda: drawn_cpu_ops.run([Op("aten::mm", 1000), *[Op("aten::mul_", 3, (512,))] * 50]),
+    ),
     "COMP005": Example(lambda: drawn_kernels.waves(1024), lambda: drawn_kernels.waves(768)),
     "HOST004": Example(copying_run, lambda: copying_run(phase="checkpoint")),
     "STEP001": Example(lambda: stalled_run("late", "", ""), lambda: stalled_run("", "", "")),

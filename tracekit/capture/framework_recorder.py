@@ -99,6 +99,7 @@ class FrameworkRecorder:
             row[conventions.CPU_TIME_METRIC] = (
                 time.process_time_ns() - self._step_start_cpu_ns - self._evaluation_cpu_ns
             )
+            row[conventions.PROCESSOR_WAIT_METRIC] = None
             if tokens is not None:
                 row |= conventions.throughput(tokens, own_ns, ranks=self._recorder.world_size)
         self._recorder.step(row, tokens=tokens, last=last)

@@ -1,8 +1,8 @@
 """``run.json``: what a run was, for readers of its traces, without secrets: keys, logins in URLs."""
 
+import json
 import os
 import platform
-import re
 import socket
 import sys
 import threading
@@ -16,44 +16,10 @@ import torch
 from tracekit import conventions
 from tracekit.capture import atomic_files
 from tracekit.capture.rank_info import ranks_of_host, this_world_size
-from tracekit.conventions import git
+from tracekit.conventions import git, redaction
 
 _GIT_TIMEOUT_S = 3.0
 """On a slow file system, the training starts without knowing its commit."""
-REDACTED = "[redacted]"
-
-_SECRET_WORDS = ("auth", "authorization", "bearer", "key", "keys", "passphrase", "pat", "pwd", "sig", "signature")
-_SECRET_ENDINGS = (
-    "token",
-    "password",
-    "passwd",
-    "secret",
-    "secrets",
-    "credential",
-    "credentials",
-    "apikey",
-    "accesskey",
-)
-# "key" is also half of attention's vocabulary.
-_ATTENTION = re.compile(r"key[-_]?values?|query[-_]?key", re.IGNORECASE)
-_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
-
-_SECRET_VALUES = re.compile(
-    r"""
-      \b(?:hf|npm|gh[pousr])_[A-Za-z0-9]{30,} | \bgithub_pat_\w{30,} | \bglpat-[\w-]{20,}
-    | \bsk-[\w-]{20,} | \b[rsp]k_(?:live|test)_\w{16,} | \bxox[a-z]-[\w-]{10,} | \bpypi-[\w-]{16,}
-    | \bAIza[\w-]{30,} | \b(?:AKIA|ASIA)[0-9A-Z]{16}\b
-    | \beyJ[\w-]+\.[\w-]+\.[\w-]*                   # a JSON web token
-    | (?<=[Bb]earer\ )[\w.~+/=-]{8,} | (?<=[Bb]asic\ )[\w+/=-]{8,}
-    | -----BEGIN[ ][A-Z ]*PRIVATE[ ]KEY-----.*
-    | (?<![\w/.+=-])(?=[A-Za-z+=]*[0-9])(?=[0-9+=]*[A-Za-z])[A-Za-z0-9+=]{32,}(?![\w/.-])  # a long run of random text
-    """,
-    re.VERBOSE | re.DOTALL,
-)
-_URL_LOGIN = re.compile(r"(?P<scheme>\b[a-z][a-z0-9+.-]*://)[^/\s?#]*@", re.IGNORECASE)
-_NAME = re.compile(r"(?P<name>[\w.-]+)[\"']?\s*[=:]\s*")
-_VALUE = re.compile(r"\"[^\"]*\"|'[^']*'|(?:(?:bearer|basic)\s+)?[^&;,\s]+", re.IGNORECASE)
-_FLAG = re.compile(r"-{1,2}(?P<name>[A-Za-z][\w.-]*)\Z")
 
 
 class ManifestFile:
@@ -115,7 +81,6 @@ def manifest(provided: Mapping[str, Any], *, device: str, world_size: int | None
         "simulated": False,
     }
     clean: dict[str, Any] = redact({**fields, **provided})
-    # After the redaction, which takes the name of a commit for a key.
     return clean | _commit(provided.get("commit"))
 
 
@@ -135,45 +100,24 @@ def processors() -> dict[str, int | float | None]:
     }
 
 
-def redact(value: Any, name: str = "") -> Any:
-    """Return `value` fit for JSON, with what looks secret replaced by ``[redacted]``.
+def redact(value: Any) -> Any:
+    """Return `value` fit for JSON, with secrets replaced by ``[redacted]``, as `redaction` recognizes them.
 
-    Every value under a name such as api_key, HF_TOKEN or db-password is replaced. In text, keys of known forms are
-    replaced, logins in URLs, and what is assigned to such a name. A list is also read as a command line: what follows
-    the flag ``--token`` is replaced. Other objects become their text.
+    A list is also read as a command line: what follows the flag ``--token`` is replaced. Other objects become their
+    text.
 
     >>> redact(["train.py", "--hf-token", "abc", "--data", "s3://me:abc@host/x", "--lr=1", "api_key=abc"])
     ['train.py', '--hf-token', '[redacted]', '--data', 's3://[redacted]@host/x', '--lr=1', 'api_key=[redacted]']
     """
-    if is_secret_name(name) and value is not None and not isinstance(value, bool):
-        return REDACTED
+    return json.loads(redaction.redact(json.dumps(_fit_for_json(value)).encode()))
+
+
+def _fit_for_json(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(key): redact(item, str(key)) for key, item in value.items()}
+        return {str(key): _fit_for_json(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray)):
-        clean: list[Any] = []
-        secret_next = False
-        for word in value:
-            flag = _FLAG.match(word) if isinstance(word, str) else None
-            if secret_next and not (flag and word.startswith("--")):
-                clean.append(REDACTED)
-                secret_next = False
-            else:
-                clean.append(redact(word))
-                secret_next = bool(flag and is_secret_name(flag.group("name")))
-        return clean
-    if value is None or isinstance(value, (bool, int, float)):
-        return value
-    return _redact_text(str(value))
-
-
-def is_secret_name(name: str) -> bool:
-    """Return whether a name announces a secret: one of its words is token, key, password, secret or the like.
-
-    >>> [is_secret_name(name) for name in ("hf_token", "apiKey", "tokens_per_second", "key_value_heads", "monkey")]
-    [True, True, False, False, False]
-    """
-    words = [word.lower() for word in _WORDS.findall(_ATTENTION.sub("", name))]
-    return any(word in _SECRET_WORDS or word.endswith(_SECRET_ENDINGS) for word in words)
+        return [_fit_for_json(item) for item in value]
+    return value if value is None or isinstance(value, (bool, int, float)) else str(value)
 
 
 def _commit(commit: object) -> dict[str, Any]:
@@ -206,14 +150,3 @@ def _processor() -> str:
     except OSError:
         names = []
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def _redact_text(text: str) -> str:
-    text = _URL_LOGIN.sub(rf"\g<scheme>{REDACTED}@", text)
-    parts, done = [], 0
-    for match in _NAME.finditer(text):
-        value = _VALUE.match(text, match.end())
-        if value and match.start() >= done and is_secret_name(match.group("name")):
-            parts += [text[done : match.end()], REDACTED]
-            done = value.end()
-    return _SECRET_VALUES.sub(REDACTED, "".join((*parts, text[done:])))

@@ -129,6 +129,14 @@ _COUNTERS = {
 }
 
 
+def processor_wait_ns() -> int | None:
+    """Time since its start for which the calling thread was ready to run and had no processor; None outside Linux."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_bytes().split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
 class StepTimer:
     """Times what lies between `begin` and `end`, in ns.
 

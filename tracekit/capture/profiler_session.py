@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import os
 import threading
 import warnings
@@ -20,6 +21,7 @@ from tracekit.capture import notices
 
 _STARTS, _ENDS = ("_prepare_profiler", "_enable_profiler"), ("_disable_profiler",)
 _STDERR = 2
+_FULL_COLLECTION = 2  # the oldest generation
 _NOISE = (
     b"Memory block of unknown size was allocated before the profiling",
     b"gpuGetDeviceCount failed",  # a torch built for CUDA, profiled on a machine without a driver
@@ -73,6 +75,7 @@ class ProfilerSession:
         )
         self._span: Any = None
         self._modules = ModuleSpans() if options.modules else None
+        self._collections = GarbageSpans()
         self.prepared = self.started = False
 
     def prepare(self) -> None:
@@ -93,6 +96,7 @@ class ProfilerSession:
             # torch warns about the first freed block with an unseen allocation: free one here, with stderr filtered.
             del block
         self.started = True
+        self._collections.open()
         if self._modules is not None:
             self._modules.open()
 
@@ -110,6 +114,7 @@ class ProfilerSession:
 
     def stop(self) -> None:
         """End the recording, or the warm-up."""
+        self._collections.close()
         if self._modules is not None:
             self._modules.close()
         self.unmark()
@@ -254,6 +259,35 @@ class ModuleSpans:
             self._names.setdefault(part, "" if span_name in used_names else span_name)
             used_names.add(span_name)
         return self._names[module]
+
+
+class GarbageSpans:
+    """Opens a span around each full collection of Python's garbage collector, from `open` to `close`.
+
+    Younger generations have a few thousand objects and take less than a millisecond: they are not recorded.
+    """
+
+    def __init__(self) -> None:
+        self._span: Any = None
+
+    def open(self) -> None:
+        """Watch the collector."""
+        gc.callbacks.append(self._on_collection)
+
+    def close(self) -> None:
+        """Stop watching the collector."""
+        if self._on_collection in gc.callbacks:
+            gc.callbacks.remove(self._on_collection)
+
+    def _on_collection(self, phase: str, info: dict[str, int]) -> None:
+        if info["generation"] < _FULL_COLLECTION:
+            return
+        span, self._span = self._span, None
+        if phase == "start":
+            self._span = _Span(conventions.GARBAGE_SPAN)
+            self._span.__enter__()
+        elif span is not None:
+            span.__exit__(None, None, None)
 
 
 class _Thread(threading.local):

@@ -18,7 +18,7 @@ from tracekit.capture import notices, window_profiler
 from tracekit.capture.checkpoints.dcp import record_save
 from tracekit.capture.device_metrics import DeviceMetrics
 from tracekit.capture.manifest import ManifestFile
-from tracekit.capture.metrics import MetricsLog, Number, Pending, StepTimer, allocator_counters
+from tracekit.capture.metrics import MetricsLog, Number, Pending, StepTimer, allocator_counters, processor_wait_ns
 from tracekit.capture.profiler_session import ProfilingOptions
 from tracekit.capture.rank_info import this_rank, this_world_size
 from tracekit.capture.uploader import RunUpload
@@ -131,6 +131,7 @@ class Recorder:
         self._mid_step = mid_step
         self._timer = StepTimer(self._device)
         self._began_cpu_ns = 0
+        self._began_wait_ns: int | None = None
         self._ended: tuple[Pending | None, int] | None = None  # the step's time and CPU time, if evaluation followed
 
     @property
@@ -266,14 +267,18 @@ class Recorder:
         with self._guard("the step's time is not recorded", self._timer.skip):
             self._timer.begin()
         self._began_cpu_ns = time.process_time_ns()
+        self._began_wait_ns = processor_wait_ns()
 
     def _row(self, tokens: int | None) -> dict[str, Number]:
         row: dict[str, Number] = {"step": self._step}
         took, ended_cpu_ns = self._ended or (self._timer.end(), time.process_time_ns())
+        ended_wait_ns = processor_wait_ns() if self._ended is None else None
         self._ended, self.step_time = None, took
         if took is not None:
             row[conventions.STEP_TIME_METRIC] = took
             row[conventions.CPU_TIME_METRIC] = ended_cpu_ns - self._began_cpu_ns
+            if ended_wait_ns is not None and self._began_wait_ns is not None:
+                row[conventions.PROCESSOR_WAIT_METRIC] = ended_wait_ns - self._began_wait_ns
             if tokens is not None:
                 for name in (conventions.TOKENS_METRIC, conventions.TOKENS_PER_GPU_METRIC):
                     row[name] = took.map(functools.partial(_throughput, name, tokens, self.world_size))

@@ -202,9 +202,13 @@ def progress() -> Iterator[ProgressBar]:
             bar.progress.stop()
 
 
+# Runners that obey commands in the log: of GitHub and Gitea, Azure, TeamCity.
+_CI_VARIABLES = ("GITHUB_ACTIONS", "TF_BUILD", "TEAMCITY_VERSION")
+
+
 def _without_ci_commands(text: str) -> str:
     """Return text for the log of CI, in which names from traces are no commands to the runner."""
-    if not os.environ.get("GITHUB_ACTIONS"):
+    if not any(map(os.environ.get, _CI_VARIABLES)):
         return text
     from tracekit.model import escaping
 

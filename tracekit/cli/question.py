@@ -50,6 +50,8 @@ _VARIABLES = (
     "LINES",
     "JUPYTER_",
     "GITHUB_ACTIONS",
+    "TF_BUILD",
+    "TEAMCITY_VERSION",
 )
 """How the names of variables begin that shape output."""
 _DISTRIBUTIONS = (".dist-info", ".egg-info", ".egg-link", ".pth")

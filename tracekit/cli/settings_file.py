@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from tracekit.conventions import devices
+from tracekit.conventions import devices, regular_files
 from tracekit.conventions.devices import DeviceOverride
 from tracekit.conventions.read_settings import ReadSettings
 from tracekit.errors import ConfigError, similar_names
@@ -79,7 +79,7 @@ def nearest_read_settings(folder: Path | None = None, *, step_name: str | None =
 def parse(path: Path) -> dict[str, object]:
     """Return the content of a TOML file. Raises ConfigError if it cannot be read or is no TOML."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(regular_files.read_text(path))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}; name a {FILE} or a {PROJECT_FILE}") from None
     except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, a number of 5,000 digits, or nested too deeply

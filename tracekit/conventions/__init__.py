@@ -51,6 +51,7 @@ RECORD_VARIABLE = "TRACEKIT_RECORD"
 # Spans in a trace ----------------------------------------------------------------------------------------------------
 SPAN_PREFIX = "tracekit::"
 MODULE_PREFIX = "nn.Module: "
+GARBAGE_SPAN = "gc: full collection"  # of Python's garbage collector, on the thread that it interrupts
 """Names of slices that are calls of modules: frames of the profiler, and spans of `record --modules`."""
 PHASES = ("data", "forward", "backward", "clip", "optimizer", "checkpoint")
 DATA, FORWARD, BACKWARD, CLIP, OPTIMIZER, CHECKPOINT = PHASES
@@ -125,6 +126,7 @@ CHECKPOINT_STAGES = tuple(dict.fromkeys((*SAVE_STAGES[:-1], *LOAD_STAGES[:-1], L
 # The metrics log: one JSON object per line, one line per training step; "step" and numbers by name --------------------
 STEP_TIME_METRIC = "step_time_ns"
 CPU_TIME_METRIC = "cpu_time_ns"  # time that the process, all its threads, ran in the step
+PROCESSOR_WAIT_METRIC = "processor_wait_ns"  # for which the training's thread was ready to run, without a processor
 LOSS_METRIC = "loss"
 TOKENS_METRIC = "tokens_per_second"  # of all ranks together: the tokens of a step over the rank's time of the step
 TOKENS_PER_GPU_METRIC = "tokens_per_second_per_gpu"  # the same over the number of ranks

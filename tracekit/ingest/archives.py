@@ -4,6 +4,9 @@ Only regular files whose names some reader knows are written, below the folder, 
 absolute names and names with `..` are left out.
 """
 
+import bz2
+import copy
+import errno
 import functools
 import hashlib
 import io
@@ -18,8 +21,9 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import IO
+from typing import IO, cast
 
+from tracekit.conventions import regular_files
 from tracekit.errors import BadTraceError
 from tracekit.ingest.decompression import Blocks
 from tracekit.model import units
@@ -191,12 +195,24 @@ def _unpack_zip(path: Path, target: _Target) -> None:
 
 def _unpack_entry(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, target: _Target) -> None:
     try:
-        content = archive.open(entry)
+        content = _open_entry(archive, entry)
     except _DAMAGED as error:  # encrypted, or compressed in a way that Python does not know
         target.problems.append(f"{target.archive}: {entry.filename!r:.200} cannot be unpacked ({error}).")
         return
     with content:
         target.write(entry.filename, content)
+
+
+def _open_entry(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> IO[bytes]:
+    """Content of a member. zipfile bounds what it holds in memory only of members that are stored or deflated."""
+    if entry.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        return archive.open(entry)
+    if entry.compress_type != zipfile.ZIP_BZIP2:
+        raise NotImplementedError(f"compression method {entry.compress_type}")
+    packed = copy.copy(entry)
+    packed.compress_type, packed.file_size = zipfile.ZIP_STORED, entry.compress_size
+    del packed.CRC  # of the content; bzip2 has its own
+    return cast("IO[bytes]", bz2.BZ2File(archive.open(packed)))
 
 
 def _unpack_tar(path: Path, target: _Target) -> None:
@@ -245,7 +261,10 @@ class _Stream(io.RawIOBase):
 
 
 def _limit_bytes(size_bytes: int, folder: Path) -> int:
-    return min(max(MIN_LIMIT_BYTES, MAX_RATIO * size_bytes), shutil.disk_usage(folder).free - _SPARE_DISK_BYTES)
+    free_bytes = shutil.disk_usage(folder).free - _SPARE_DISK_BYTES
+    if free_bytes <= 0:
+        raise OSError(errno.ENOSPC, f"less than {units.size(_SPARE_DISK_BYTES)} is free in {folder.parent}; set TMPDIR")
+    return min(max(MIN_LIMIT_BYTES, MAX_RATIO * size_bytes), free_bytes)
 
 
 def _is_safe(name: str) -> bool:
@@ -265,13 +284,13 @@ def _is_link(entry: zipfile.ZipInfo) -> bool:
 
 
 def _starts_as_zip(path: Path) -> bool:
-    with path.open("rb") as file:
+    with regular_files.open_to_read(path) as file:
         return file.read(len(_ZIP)) == _ZIP
 
 
 def _is_checkpoint(path: Path) -> bool:
     """Return whether a zip archive is one of torch.save: NAME/data.pkl is its first file."""
-    with path.open("rb") as file:
+    with regular_files.open_to_read(path) as file:
         head = file.read(30 + _MAX_NAME_BYTES)
     name = head[30 : 30 + int.from_bytes(head[26:28], "little")]
     return name.endswith(b"/data.pkl")
@@ -279,7 +298,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 def _edges(path: Path) -> str:
     """Return the hash of the first and last MiB of a file."""
-    with path.open("rb") as file:
+    with regular_files.open_to_read(path) as file:
         edges = hashlib.sha256(file.read(_EDGE_BYTES))
         file.seek(max(_EDGE_BYTES, os.fstat(file.fileno()).st_size - _EDGE_BYTES))
         edges.update(file.read(_EDGE_BYTES))

@@ -6,6 +6,7 @@ from typing import BinaryIO, cast
 
 from isal import igzip_lib
 
+from tracekit.conventions import regular_files
 from tracekit.errors import BadTraceError
 
 _READ_BYTES = 1 << 18
@@ -37,7 +38,7 @@ class Blocks:
 
     def _read(self) -> Iterator[bytes]:
         try:
-            with Path(self.path).open("rb") as file:
+            with regular_files.open_to_read(self.path) as file:
                 blocks = self._unpack(file)
                 first = next(blocks, b"")
                 yield first.removeprefix(_BYTE_ORDER_MARK)
@@ -112,7 +113,7 @@ class Unpacked:
 
 def is_compressed(path: str | Path) -> bool:
     """Return whether a file is gzip or zstd by its first bytes. Raises OSError."""
-    with Path(path).open("rb") as file:
+    with regular_files.open_to_read(path) as file:
         return file.read(4).startswith((_GZIP, _ZSTD))
 
 

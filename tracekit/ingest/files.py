@@ -18,7 +18,7 @@ from typing import TypeAlias
 import polars as pl
 
 from tracekit import conventions
-from tracekit.conventions import object_storage
+from tracekit.conventions import object_storage, regular_files
 from tracekit.errors import BadTraceError, InputError
 from tracekit.ingest import archives, readers, remote, remote_listing
 from tracekit.ingest.archives import Unpacked
@@ -108,7 +108,7 @@ class ArchivedTrace:
 
     def sha256(self) -> str:
         """Return the hash of the member's content. Raises BadTraceError if it is gone."""
-        with self.local().open("rb") as opened:
+        with regular_files.open_to_read(self.local()) as opened:
             return hashlib.file_digest(opened, "sha256").hexdigest()
 
     def local(self) -> Path:
@@ -167,7 +167,7 @@ class File:
     def text(self, *, cache: bool = True) -> str:
         """Return the file's text. Raises OSError, ValueError or BadTraceError if it cannot be read as UTF-8."""
         if self.remote is None:
-            return Path(self.local).read_text(encoding="utf-8")
+            return regular_files.read_text(self.local)
         return remote.read(self.remote, cache=cache).decode("utf-8")
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import polars as pl
 
 from tracekit.errors import InputError, RuleError
-from tracekit.model import escaping, units
 from tracekit.model import run as model
+from tracekit.model import units
 from tracekit.model.run import OnTrace
 from tracekit.model.trace import TraceFact
 from tracekit.regression import gate
@@ -166,23 +166,6 @@ class WhatIf(DocumentAnswer):
     def to_frame(self) -> pl.DataFrame:
         """One row per cause, the largest saving first: columns `report.what_if.COLUMNS`."""
         return what_if.as_table(self.answers)
-
-    def as_html(self) -> str:
-        """The replay against the recording, a row per cause, and the causes without an answer."""
-        answers = self.answers
-        replayed = f"replayed without changes {units.duration(answers.replayed_ns)} ({answers.replay_error_ratio:+.1%})"
-        headline = html_fragments.headline(
-            f"{self.run}: mean step {units.duration(answers.step_ns)}; {replayed}",
-            what_if.caveat(answers),
-            "good" if answers.is_reproduced else "warning",
-        )
-        rows = [(answer.name, answer.unavailable_reason) for answer in answers.unavailable]
-        unavailable = escaping.html_table(("without", "cannot be computed, because"), rows) if rows else ""
-        return headline + what_if.as_html(answers) + unavailable
-
-    def formats(self) -> Mapping[str, Callable[[], str]]:
-        """HTML with a table of causes, Markdown, JSON and text."""
-        return {**super().formats(), ".html": lambda: render_html.page(f"{self.run}: what if", self.as_html())}
 
     def __repr__(self) -> str:
         return f"<WhatIf of {self.run}: {units.count(len(self.answers.answers), 'cause')}>"

@@ -50,16 +50,16 @@ def escape(text: str | None, limit: int = MAX_TEXT) -> str:
 
 
 def without_commands(text: str) -> str:
-    """Return lines of text without workflow commands: GitHub's runner obeys commands in all that a step prints.
+    """Return lines of text without commands to CI: runners obey commands in all that a step prints.
 
-    The runner looks for "::" at the start of a line and for "##[" anywhere (ActionCommand in its source). In JSON the
-    latter is written as an escape sequence with the same meaning.
+    GitHub's looks for "::" at the start of a line and for "##[" anywhere (ActionCommand in its source), Azure's for
+    "##vso[", TeamCity for "##teamcity[". In JSON these are written as escape sequences with the same meaning.
 
     >>> without_commands("a ##[b]c")
     'a ## [b]c'
     """
     if text.startswith(("{", "[")):
-        return text.replace("##[", r"##\u005b")
+        return _OF_RUNNERS.sub(r"#\\u0023", text)
     return _COMMAND.sub(r"\g<0> ", text)
 
 
@@ -154,7 +154,8 @@ def _environment() -> "Environment":
     return environment
 
 
-_COMMAND = re.compile(r"##(?=\[)|^\s*:(?=:)", re.MULTILINE)
+_OF_RUNNERS = re.compile(r"##(?=\w*\[)")
+_COMMAND = re.compile(r"##(?=\w*\[)|^\s*:(?=:)", re.MULTILINE)
 _WRITTEN = (
     ("_ns", units.duration),
     ("_bytes", units.size),

@@ -16,6 +16,7 @@ import polars as pl
 from msgspec import Meta, Struct
 
 from tracekit.analysis.compute import step_charges
+from tracekit.conventions import regular_files
 from tracekit.errors import InputError
 from tracekit.model import units
 from tracekit.regression.baseline import (
@@ -125,7 +126,7 @@ def is_baseline(path: Path) -> bool:
     """Return whether a file is meant as a baseline, complete or not: it names the schema, or is JSON but no trace."""
     if not path.is_file():
         return False
-    with path.open("rb") as file:
+    with regular_files.open_to_read(path) as file:
         start = file.read(_START_BYTES)
     if b'"tracekit.baseline/' in start:
         return True

@@ -16,6 +16,7 @@ import polars as pl
 from tracekit import conventions
 from tracekit.analysis.quality import contents
 from tracekit.analysis.time import breakdown
+from tracekit.conventions import regular_files
 from tracekit.errors import InputError
 from tracekit.model.manifest import Manifest
 from tracekit.model.run import Run
@@ -146,7 +147,7 @@ def is_report(path: Path) -> bool:
     """Return whether a file is a saved report, or several of them in one."""
     if not path.is_file() or path.stat().st_size > MAX_REPORT_BYTES:
         return False
-    with path.open("rb") as file:
+    with regular_files.open_to_read(path) as file:
         start = file.read(1 << 16)
         # Some tools sort keys, and then the schema stands near the end.
         return b'"traceEvents"' not in start and (b'"tracekit.report' in start or b'"tracekit.report' in file.read())

@@ -11,6 +11,8 @@ from tracekit.report.render.json import to_json_value
 _MIN_TEXT = 24
 _ROWS_AT_ONCE = 10_000
 """Rows are Python objects, which need many times the memory of a table, so few at a time."""
+_FORMULA = r"^[=+\-@\t\r]"
+_CONTROLS = r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u{200e}\u{200f}\u{202a}-\u{202e}\u{2066}-\u{2069}]"
 _EXACT = 1e6  # larger numbers need more than six digits
 
 
@@ -31,14 +33,23 @@ def document(rows: pl.DataFrame, *, more: bool = False) -> Document:
 
 
 def as_csv(rows: pl.DataFrame) -> str:
-    """Return the rows as CSV with a header; lists and structs as JSON, a missing value as an empty field."""
+    """Return the rows as CSV with a header; lists and structs as JSON, a missing value as an empty field.
+
+    A text that a spreadsheet would take for a formula begins with an apostrophe, and control characters but line ends
+    and tabs become '�'.
+    """
     nested = [name for name, dtype in rows.schema.items() if dtype.is_nested()]
     flat = rows.with_columns(
         pl.Series(name, [None if value is None else json.dumps(to_json_value(value)) for value in rows[name].to_list()])
         for name in nested
     )
     binary = [name for name, dtype in flat.schema.items() if dtype == pl.Binary]
-    return flat.with_columns(pl.col(name).bin.encode("hex") for name in binary).write_csv()
+    plain = flat.with_columns(pl.col(name).bin.encode("hex") for name in binary)
+    texts = [name for name, dtype in plain.schema.items() if isinstance(dtype, pl.String | pl.Categorical | pl.Enum)]
+    inert = (
+        pl.col(name).cast(pl.String).str.replace_all(_CONTROLS, "�").str.replace(_FORMULA, "'${0}") for name in texts
+    )
+    return plain.with_columns(inert).write_csv()
 
 
 def as_json(rows: pl.DataFrame) -> str:

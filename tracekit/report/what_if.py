@@ -4,12 +4,12 @@ from collections.abc import Iterator, Sequence
 
 import polars as pl
 
-from tracekit.model import escaping, units
+from tracekit.model import units
 from tracekit.replay.graph import savings, what_if
 from tracekit.replay.graph.critical_path.path import CriticalPath
 from tracekit.replay.graph.strategies import Prediction
 from tracekit.replay.graph.what_if import Answer, WhatIf
-from tracekit.report.document import Document, Line, Section, Table, faint, heading, line
+from tracekit.report.document import Cells, Document, Emphasis, Line, Section, Table, faint, heading, line
 
 COLUMNS = {
     "cause": pl.String, "code": pl.String, "saved_ns": pl.Int64, "saved_ratio": pl.Float64, "without_ns": pl.Int64,
@@ -29,12 +29,12 @@ def document(
     *,
     run: str,
     price: float | None = None,
+    explains: bool = False,
 ) -> Document:
-    """The run and its replay, then each cause with its saving, the causes without an answer, and predictions.
+    """The run and its replay, a row per cause with its saving, the causes without an answer, and predictions.
 
-    `together` is the answer for several causes at once.
+    `together` is the answer for several causes at once. `explains`: say of each cause without an answer why.
     """
-    texts = _lines(answers, predictions, together, run=run, price=price)
     values = {
         "run": run,
         "step_ns": answers.step_ns,
@@ -46,9 +46,31 @@ def document(
         "together": None if together is None else _of_several(together),
         "predictions": [_as_prediction(prediction, answers.gpus, price) for prediction in predictions],
     }
-    return Document(
-        (tuple(line(text.lstrip(), indent=len(text) - len(text.lstrip())) for text in texts),), values=values
+    first = [
+        line(
+            (f"{run}: mean step {units.duration(answers.step_ns)}", Emphasis.STRONG),
+            f"; replayed without changes {units.duration(answers.replayed_ns)} ({answers.replay_error_ratio:+.1%})",
+        )
+    ]
+    if text := caveat(answers):
+        first.append(line((text, Emphasis.WARNING)))
+    asked = [*answers.answers, *answers.unavailable, *([together] if together is not None else [])]
+    answered = [answer for answer in asked if not answer.unavailable_reason]
+    by_cause: Section = [savings_cells(answered), *_doubts(answered, answers.step_ns)] if answered else []
+    if not answered and not predictions:
+        by_cause = [line("Removing a cause does not make the step shorter.")]
+    sections = (
+        first,
+        by_cause,
+        _unavailable([answer for answer in asked if answer.unavailable_reason], explains=explains),
+        [part for prediction in predictions for part in _of_prediction(prediction, answers.gpus, price)],
     )
+    notes = ["Savings overlap: their total is less than their sum."] if len(answers.answers) > 1 else []
+    if price is not None and answers.gpus:
+        notes.append(f"Savings per day of training on {answers.gpus} GPUs, at {price:g} an hour each.")
+    elif price is not None:
+        notes.append("No device activity was recorded, so there is no cost in GPU-hours or money.")
+    return Document(tuple(filter(None, sections)), notes=tuple(notes), values=values)
 
 
 def as_table(answers: WhatIf) -> pl.DataFrame:
@@ -56,17 +78,23 @@ def as_table(answers: WhatIf) -> pl.DataFrame:
     return pl.DataFrame([_as_object(answer) for answer in answers.answers], schema=COLUMNS)
 
 
-def as_html(answers: WhatIf) -> str:
-    """Return the answers as an HTML table; '' where no cause has one."""
-    if not answers.answers:
-        return ""
-    header = ["without", "meaning", "mean step", "saved", "of the step", "confidence", *worth(answers.answers[0])]
-    rows = []
-    for answer in answers.answers:
-        numbers = (units.duration(answer.without_ns), units.duration(answer.saved_ns), units.share(answer.saved_ratio))
-        cause = (answer.name, answer.summary)
-        rows.append([*cause, *numbers, f"{answer.confidence:.0%}", *worth(answer).values()])
-    return escaping.html_table(header, rows, right=[column > 1 for column in range(len(header))])
+def savings_cells(answers: Sequence[Answer]) -> Cells:
+    """A row per answer: what is removed and what that means, the mean step without it, the saving, its confidence."""
+    rows = [
+        (
+            answer.name,
+            answer.summary,
+            units.duration(answer.without_ns),
+            units.duration(answer.saved_ns),
+            units.share(max(0.0, answer.saved_ratio)),
+            f"{answer.confidence:.0%}",
+            *worth(answer).values(),
+        )
+        for answer in answers
+    ]
+    per_day = worth(answers[0]) if answers else {}
+    header = ("without", "meaning", "mean step", "saved", "of the step", "confidence", *per_day)
+    return Cells(header, tuple(rows), numbers=tuple(range(2, len(header))), early_drop=(1, 5), cuts_first=False)
 
 
 def worth(answer: Answer) -> dict[str, str]:
@@ -120,52 +148,29 @@ def path_summary(path: CriticalPath, run: str) -> str:
     )
 
 
-def _lines(
-    answers: WhatIf, predictions: Sequence[Prediction], together: Answer | None, *, run: str, price: float | None
-) -> Iterator[str]:
-    yield (
-        f"{run}: mean step {units.duration(answers.step_ns)}; replayed without changes "
-        f"{units.duration(answers.replayed_ns)} ({answers.replay_error_ratio:+.1%})"
-    )
-    if text := caveat(answers):
-        yield text
-    if not answers.answers and not predictions:
-        yield "removing a cause does not make the step shorter"
-    for answer in answers.answers:
-        yield from _of_answer(answer, answers, price)
-    if len(answers.answers) > 1:
-        yield "Savings overlap: their total is less than their sum."
-    if together is not None:
-        yield from _of_answer(together, answers, price)
-    yield from (f"{answer.name}: no estimate: {answer.unavailable_reason}" for answer in answers.unavailable)
-    for prediction in predictions:
-        hours = what_if.hours_per_day(prediction.saved_ratio, answers.gpus)
-        yield (
-            f"prediction for {prediction.name}: mean step {units.duration(prediction.predicted_ns)} "
-            f"({-prediction.saved_ratio:+.1%}){_per_day(hours, price)}"
-        )
-        yield from (f"  assumes: {assumption}" for assumption in prediction.assumptions)
-    if price is not None and answers.gpus:
-        yield f"Savings per day of training on {answers.gpus} GPUs, at {price:g} an hour each."
-    elif price is not None:
-        yield "No device activity was recorded, so there is no cost in GPU-hours or money."
+def _doubts(answers: Sequence[Answer], run_step_ns: float) -> Iterator[Line]:
+    """What makes an answer less certain, and where its step begins before the first device work of the recording."""
+    for answer in answers:
+        before_ns = answer.step_ns - run_step_ns
+        if before_ns >= savings.MIN_BEFORE_RATIO * run_step_ns:
+            of_step = f"of {units.duration(answer.step_ns)} are before the first device work of the recording"
+            yield line(f"{answer.name}: {units.duration(before_ns)} {of_step}", mark="·")
+        if answer.caveat:
+            yield line(f"{answer.name} is less certain: {answer.caveat}", mark="·")
 
 
-def _of_answer(answer: Answer, answers: WhatIf, price: float | None) -> Iterator[str]:
-    if answer.unavailable_reason:
-        yield f"{answer.name}: no estimate: {answer.unavailable_reason}"
-        return
-    before_ns = answer.step_ns - answers.step_ns
-    starts_late = before_ns >= savings.MIN_BEFORE_RATIO * answers.step_ns
-    of_step = f" of {units.duration(answer.step_ns)}" if starts_late else ""
-    yield (
-        f"without {answer.name:<22} mean step {units.duration(answer.without_ns)} "
-        f"(−{max(0.0, answer.saved_ratio):.1%}{of_step}){_per_day(answer.gpu_hours_per_day, price)}"
-    )
-    if starts_late:
-        yield f"  {units.duration(before_ns)}{of_step} are before the first device work of the recording"
-    if answer.caveat:
-        yield f"  less certain: {answer.caveat}"
+def _unavailable(answers: Sequence[Answer], *, explains: bool) -> Section:
+    if explains:
+        return [line(f"{answer.name}: no estimate: {answer.unavailable_reason}") for answer in answers]
+    names = ", ".join(answer.name for answer in answers)
+    return [faint(f"No estimate: {names}; --without CAUSE says why.")] if answers else []
+
+
+def _of_prediction(prediction: Prediction, gpus: int, price: float | None) -> Iterator[Line]:
+    change = f"mean step {units.duration(prediction.predicted_ns)} ({-prediction.saved_ratio:+.1%})"
+    per_day = _per_day(what_if.hours_per_day(prediction.saved_ratio, gpus), price)
+    yield line((f"Prediction for {prediction.name}: ", Emphasis.STRONG), change + per_day)
+    yield from (line(f"assumes: {assumption}", mark="·") for assumption in prediction.assumptions)
 
 
 def _per_day(hours: float | None, price: float | None) -> str:

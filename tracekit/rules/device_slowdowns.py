@@ -37,6 +37,11 @@ _FIX = (
     "See why the clock drops: nvidia-smi -q -d PERFORMANCE,CLOCK,POWER,TEMPERATURE (rocm-smi -a on AMD). Improve "
     "cooling, raise the power limit (nvidia-smi -pl), or lock a clock that all GPUs can sustain (nvidia-smi -lgc)."
 )
+_WHILE_FIX = (
+    "Find what else runs at that time: a save or an evaluation in the background, copies, another process "
+    "(nvidia-smi pmon), or a clock that drops meanwhile (nvidia-smi -q -d PERFORMANCE). In the same part of every "
+    "step, compare what is particular there: layout and alignment of its tensors, what runs on other streams."
+)
 _OTHER_FIX = (
     "The clock does not fall, so look for other work on the device: nvidia-smi pmon -c 1 and "
     "nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv list its processes (rocm-smi --showpids on AMD)."
@@ -143,13 +148,14 @@ class _Loss:
 
 @dataclass(frozen=True)
 class ClockDrop(Rule):
-    """A clock drop: from some step on, all kernels of a device take longer by about the same factor.
+    """A clock drop: from some step on, or for a while, all kernels of a device take longer by about the same factor.
 
     What it does: reports the ranks whose kernels become slower together during the window, at once or steadily, by how
-    much, and from which step on, if that costs `min_cost_ratio` of the window.
+    much, and from which step on, if that costs `min_cost_ratio` of the window. So it does where they are slower for a
+    while only, once or in the same part of every step.
 
-    Why it costs: the device runs at a lower clock, because it is too hot or draws too much power, and the ranks that
-    exchange data with it wait.
+    Why it costs: the device runs at a lower clock, because it is too hot or draws too much power, or shares its memory
+    with something else for a while, such as a save in the background; and the ranks that exchange data with it wait.
 
     How it is measured: each kernel (name, grid, block, bytes, input shapes of its op; without recorded shapes, its
     neighbours on the stream) is compared with itself before, where no collective overlaps it. The moment is that after
@@ -157,9 +163,11 @@ class ClockDrop(Rule):
     the same kernel varies, and kernels with three quarters of the time must be slower by a third of it or more: a lower
     clock slows all kernels, those bound by memory less. One drop, at once or steady, must explain three quarters of how
     steps differ, and the work of no other rank may vary from step to step by half of the slowdown: sequences of uneven
-    lengths make each step take another time. The cost is the saving of a replay in which these kernels take
-    time before, as a mean over all steps of the window. If the metrics log has counters of the GPU (tracekit record
-    --device-metrics), the message says whether its clock fell, and why; if it did not, another process is likely.
+    lengths make each step take another time. A while is the part of the window, or of all steps, in which the same
+    kernels take longest, by 10% or more; it does not begin and end with steps. The cost is the saving of a replay in
+    which these kernels take time before, as a mean over all steps of the window. If the metrics log has counters of the
+    GPU (tracekit record --device-metrics), the message says whether its clock fell, and why; if it did not, another
+    process is likely.
 
     How to fix: nvidia-smi -q -d PERFORMANCE,CLOCK,POWER,TEMPERATURE shows why the clock drops (rocm-smi -a on AMD):
     improve cooling, raise the power limit (nvidia-smi -pl) or lock a clock that all GPUs can sustain (nvidia-smi -lgc);
@@ -202,6 +210,8 @@ class ClockDrop(Rule):
         since = "the middle of the window" if worst["step"] is None else f"step {worst['step']}"
         longer = f"{worst['slowdown']:.2f} times as long as before in total "
         longer += f"({worst['low']:.2f} to {worst['high']:.2f} for the middle half of their time)"
+        if worst["spans"]:
+            longer = longer.replace("as before", "as at other times")
         if worst["is_gradual"]:
             longer = f"longer and longer, in the end {worst['slowdown']:.2f} times as long as before"
         on = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {units.ranges(ranks)}"
@@ -214,13 +224,20 @@ class ClockDrop(Rule):
             clock = f"does not fall: {before_mhz:,.0f} and {after_mhz:,.0f} MHz"
             clock = f"falls from {before_mhz:,.0f} to {after_mhz:,.0f} MHz{why}" if fell else clock
             clock = f" Its recorded clock {clock}."
+        when = f"from {since} on"
         what = f"The clock of {on} drops" if fell is not False else f"All kernels of {on} become slower"
+        if worst["spans"]:
+            what = f"All kernels of {on} are slower for a while"
+            when = f"for {units.duration(worst['slow_ns'])} in {since.removeprefix('the middle of ')}"
+            if worst["spans"] > 1:
+                when = f"for {units.duration(worst['slow_ns'])}, in the same part of {worst['spans']} steps"
+        lasting_fix = _FIX if fell is not False else _OTHER_FIX
         yield Finding(
             self.code,
             Severity.WARNING,
-            f"{what}: from {since} on, kernels of rank {worst['rank']} take {longer}. That adds "
+            f"{what}: {when}, kernels of rank {worst['rank']} take {longer}. That adds "
             f"{units.duration(worst['lost_ns'])} to the window ({units.share(worst['lost_ratio'])}).{clock}",
-            _FIX if fell is not False else _OTHER_FIX,
+            _WHILE_FIX if worst["spans"] else lasting_fix,
             impact=min(1.0, worst["lost_ratio"]),
             cost_ns=worst["lost_ns"] // max(1, worst["steps"]),
             confidence=_CONFIDENCES[fell],
@@ -229,7 +246,7 @@ class ClockDrop(Rule):
             evidence=largest_first(slowed, "excess_ns", "rank", "start_ns").head(_EVIDENCE_ROWS),
             what_if=WhatIf(CLOCK_DROP),
             is_of_window=bool(worst["is_of_window"]),
-            claim=f"{what} from {since} on",
+            claim=f"{what}{',' if worst['spans'] else ''} {when}",
         )
 
 

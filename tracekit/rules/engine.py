@@ -9,7 +9,7 @@ import polars as pl
 
 from tracekit.analysis.quality import contents, trace_quality
 from tracekit.analysis.time import breakdown
-from tracekit.conventions import VERSION
+from tracekit.conventions import VERSION, regular_files
 from tracekit.errors import RuleError
 from tracekit.model.run import OnTrace, Run, require_run
 from tracekit.model.source import Source
@@ -188,6 +188,6 @@ def _input(source: Source) -> Input:
     file = Path(source.path)
     if not file.is_file():
         return Input(source.path, 0, "")
-    with file.open("rb") as opened:
+    with regular_files.open_to_read(file) as opened:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
     return Input(source.path, file.stat().st_size, digest)

@@ -14,7 +14,14 @@ from tracekit.analysis.time import breakdown, host_state
 from tracekit.model import escaping, intervals, kernel_names, units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
-from tracekit.replay.graph.causes.host import BLOCKING_SYNC, DATA_LOADING, LATE_LAUNCH, MAJORITY_PAUSE_RATIO
+from tracekit.replay.graph.causes.host import (
+    BLOCKING_SYNC,
+    DATA_LOADING,
+    LATE_LAUNCH,
+    MAJORITY_PAUSE_RATIO,
+    PAUSE_NS,
+    USUAL_QUANTILE,
+)
 from tracekit.rules import quoted_step
 from tracekit.rules.advice import Advice
 from tracekit.rules.quoted_step import DEVICE, KEY
@@ -57,10 +64,10 @@ class LateLaunch(Rule):
     How it is measured: a gap in compute, less the time for which its next kernel waited for a collective, is the host's
     until the end of the runtime call that launched that kernel. Gaps after a synchronization that left the device
     without queued work belong to HOST002. Steps that save are left out. The message quotes the median step of
-    the worst device; on a CPU run a pause counts with its shortest duration over the steps, so that single pauses do
-    not count. In a recording without steps, one pause that is more than half of the loss need not recur: it is
-    information. So is a window of one step, or without steps, that spends more than half of the loss on first uses
-    (kernels loaded, compiled or tried out, long first launches of a kernel): it is warm-up.
+    the worst device; on a CPU run a pause counts with the lower quartile of its durations over the steps, so that
+    single and longer recurring ones do not count. In a recording without steps, one pause that is more than half of the
+    loss need not recur: it is information. So is a window of one step, or without steps, that spends more than half of
+    the loss on first uses (kernels loaded, compiled or tried out, long first launches of a kernel): it is warm-up.
 
     How to fix: shorten Python between launches (hooks, logging, metrics, gc.freeze or gc.collect at chosen steps);
     launch fewer and larger kernels: torch.compile, CUDA graphs (mode="reduce-overhead"), fused or foreach optimizers,
@@ -73,7 +80,7 @@ class LateLaunch(Rule):
     code: ClassVar[str] = "HOST001"
     facts: ClassVar[tuple[TraceFact, ...]] = (*_FACTS, host_stalls.host_stalls, breakdown.by_step)
     min_late_ratio: float = 0.05
-    min_pause_ns: int = 2_000_000
+    min_pause_ns: int = PAUSE_NS
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's median step exceeds the threshold."""
@@ -119,7 +126,7 @@ class LateLaunch(Rule):
         )
 
     def _recurring(self, run: Run, late: pl.DataFrame) -> pl.DataFrame:
-        """Return the long Python pauses that occur at the same place in every step, with the shortest duration.
+        """Return the long Python pauses at the same place of every step, with the lower quartile of durations.
 
         Those of a quarter of the step, on all ranks, need occur in more than half of the steps only.
         A pause before the first op of the loop's body is at the end of the previous step's window, so the last step of
@@ -145,9 +152,9 @@ class LateLaunch(Rule):
         in_steps &= pl.col("step").is_not_null()
         by_name = [*DEVICE, "phase", "name"]
         in_window = pl.col("step").is_null() & (pl.len().over(by_name) > 1)
-        at_one = pl.col("dur_ns").min().over(_PLACE)
-        shortest_ns = pl.when(pl.col("step").is_null()).then(pl.col("dur_ns").min().over(by_name)).otherwise(at_one)
-        return at_place.filter(in_steps | in_window).with_columns(shortest_ns).select(late.columns)
+        quartile_ns = pl.col("dur_ns").quantile(USUAL_QUANTILE, "lower").cast(pl.Int64).over(_PLACE)
+        usual_ns = pl.when(pl.col("step").is_null()).then(pl.col("dur_ns").min().over(by_name)).otherwise(quartile_ns)
+        return at_place.filter(in_steps | in_window).with_columns(usual_ns).select(late.columns)
 
 
 @dataclass(frozen=True)

@@ -123,9 +123,9 @@ class _HostPhase(Rule):
         yield Finding(
             self.code,
             Severity.WARNING if loss.recurrence.is_repeated else Severity.INFO,
-            f"The host of {units.numbers('rank', loss.ranks)} {self.verb} for {units.duration(row['phase_ns'])} of "
-            f"{units.duration(row['duration_ns'])} in {_place(row)}. {often + '; it' if often else 'It'} takes "
-            f"{units.share(loss.lost_ratio)} of the time.{self._details(run, row['rank'])}",
+            f"The host of {units.numbers('rank', loss.ranks)} {self.verb} for {_time_in_step(row)}. "
+            f"{often + '; it' if often else 'It'} takes {units.share(min(1.0, loss.lost_ratio))} of the time."
+            f"{self._details(run, row['rank'])}",
             self._fix(loss),
             impact=0.0 if is_warm_up else min(1.0, cost_ns / max(1, step_ns)),
             cost_ns=0 if is_warm_up else cost_ns,
@@ -242,13 +242,14 @@ class GarbageCollection(_HostPhase):
     data set, in which the host launches nothing. Ranks collect in different steps, and all others wait each time.
 
     How it is measured: the time on the host in calls of gc.collect, which traces with stacks contain, and in spans of
-    gc.callbacks, in every step, against doing without it. The cost is the saving of a replay without it (`tracekit
-    whatif`), else the time for which the device is idle meanwhile; both are means over all steps.
+    gc.callbacks, which the recorder writes for full collections, in every step, against doing without it. The cost is
+    the saving of a replay without it (`tracekit whatif`), else the time for which the device is idle meanwhile; both
+    are means over all steps.
 
     How to fix: gc.freeze() after the model and the data are built, gc.disable(), and gc.collect(1) on all ranks in the
     same step, every few hundred steps.
 
-    Blind spots: the profiler records no collection that Python starts itself; without a span it looks like Python
+    Blind spots: other recorders write no span for a collection that Python starts itself: it looks like Python
     (HOST001, STEP001, RANK005). A single collection belongs to STEP001.
     """
 
@@ -260,6 +261,14 @@ class GarbageCollection(_HostPhase):
 
     def _fix(self, loss: PhaseLoss) -> str:  # noqa: ARG002
         return late_work.FIX_GARBAGE
+
+
+def _time_in_step(row: dict[str, Any]) -> str:
+    """Time of a phase, and the step's; that of the host may begin before, or end after, the work of its step."""
+    phase_time, step_time = units.duration(row["phase_ns"]), units.duration(row["duration_ns"])
+    if row["phase_ns"] > row["duration_ns"]:
+        return f"{phase_time} in {_place(row)}, whose work takes {step_time}"
+    return f"{phase_time} of {step_time} in {_place(row)}"
 
 
 def _place(row: dict[str, Any]) -> str:

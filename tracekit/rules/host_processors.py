@@ -33,8 +33,13 @@ class OversubscribedHost(Rule):
     cores look the same. The cost is the saving of a replay in which each op takes as long as the fastest identical one
     of its rank: it is too low where all are slow. Steps that save are left out.
 
+    Where a rank may use fewer cores than the host has ranks (affinity, quota), it is enough that the training's
+    threads were ready to run without a processor for 8% of the time, by the metrics log: with cores of their own they
+    would not wait.
+
     How to fix: give each rank its share of the cores: OMP_NUM_THREADS (torchrun sets 1 for several ranks) or
-    torch.set_num_threads, cores divided by ranks; fewer DataLoader workers; a larger CPU quota of the container.
+    torch.set_num_threads, cores divided by ranks; a binding of each rank to cores of its own; fewer DataLoader workers;
+    a larger CPU quota of the container.
 
     Blind spots: runs with devices are not judged. Recordings without run.json and without a metrics log state neither
     threads nor CPU time. Ops with the same shapes may differ in their values (sparse, denormal).
@@ -51,9 +56,16 @@ class OversubscribedHost(Rule):
         if loss is None:
             return
         stated = cpu_contention.processors(run)
-        is_stated = stated is not None and stated.is_oversubscribed
+        is_shared = stated is not None and stated.has_fewer_cores_than_ranks
+        is_stated = is_shared or (stated is not None and stated.is_oversubscribed)
         times = loss.rows(run.table(cpu_contention.cpu_times))
-        if stated is not None and is_stated:
+        if stated is not None and is_shared:
+            why = f"{stated.ranks} ranks share {units.count(int(stated.cores), 'core')}"
+            fix = (
+                "Let each rank run on cores of its own: the binding of the launcher (numactl, taskset, Slurm's "
+                "--cpus-per-task and --cpu-bind), the cpuset or CPU quota of the container. run.json states them."
+            )
+        elif stated is not None and is_stated:
             why = f"{stated.ranks} ranks of {stated.threads} threads each share {stated.cores:g} cores"
             share = max(1, int(stated.cores // stated.ranks))
             fix = f"Set OMP_NUM_THREADS={share} (cores divided by ranks), or torch.set_num_threads({share})."

@@ -10,6 +10,8 @@ from tracekit.analysis.communication import communication_gap_causes as gap_caus
 from tracekit.analysis.compute.excess_time import EXTRA, KINDS, LARGER, LATE, LONGER, SLOWER, ExcessTime
 from tracekit.analysis.time import host_state
 from tracekit.model import kernel_names, units
+from tracekit.model.run import Run
+from tracekit.rules.advice import Advice
 
 _MIN_EXPLAINED = 0.5
 """Share of what the others lose that must be found in the work of the late ranks to name it as the reason."""
@@ -58,7 +60,9 @@ class Reason:
     fix: str
 
 
-def reason(excess: ExcessTime | None, subject: Subject, *, lost_ns: int, balanced_ratio: float) -> Reason | None:
+def reason(
+    run: Run, excess: ExcessTime | None, subject: Subject, *, lost_ns: int, balanced_ratio: float
+) -> Reason | None:
     """Return the main reason of an excess; None if it explains less than half of what is lost.
 
     `balanced_ratio` is the part of the excess of larger inputs that ends if all have the mean: of n ranks (n - 1) / n.
@@ -71,6 +75,7 @@ def reason(excess: ExcessTime | None, subject: Subject, *, lost_ns: int, balance
         return None
     words = {EXTRA: _extra, LARGER: _larger, SLOWER: _slower, LONGER: _longer, LATE: _late}[kind]
     claim, fix = words(excess, rows, subject)
+    fix = fix or SLOW_HOST.suited_to(run).format(ranks=subject.name[0].lower() + subject.name[1:])
     evidence = _evidence(excess, subject)
     if kind == LARGER:
         share = min(1.0, excess.kinds[LARGER] / max(lost_ns, 1))
@@ -222,7 +227,7 @@ def _late(excess: ExcessTime, rows: pl.DataFrame, subject: Subject) -> tuple[str
     does = _HOST_DOES.get(detail)
     claim = f"{subject.has} host {does} for longer" if does else f"{subject.has} host launches kernels late"
     fixes = {host_state.COMPILE: FIX_COMPILATION, host_state.GARBAGE_COLLECTION: FIX_GARBAGE}
-    return claim, fixes.get(detail, SLOW_HOST.format(ranks=who))
+    return claim, fixes.get(detail, "")  # else SLOW_HOST, by what the run is
 
 
 def _that_of(subject: Subject) -> str:
@@ -241,10 +246,13 @@ SLOW_KERNELS = (
     "Check the devices of {ranks}: GPU clocks and temperature (nvidia-smi -q -d PERFORMANCE), other jobs on the node; "
     "move the work to another node to separate hardware from data."
 )
-SLOW_HOST = (
+_NODE = "CPU load and frequency, other processes and the binding of CPUs on the node (HOST001, HOST003)."
+SLOW_HOST = Advice(
     "Check the hosts of {ranks}: what Python does before the launches (garbage collection: gc.freeze(), gc.disable() "
-    "and gc.collect(1) at one time on all ranks; data loading, logging), CPU load and frequency, other processes and "
-    "the binding of CPUs on the node (HOST001, HOST003)."
+    f"and gc.collect(1) at one time on all ranks; data loading, logging), {_NODE}",
+    "Check the hosts of {ranks}: what Python does before the launches (tokenization, sampling, scheduling of requests, "
+    f"logging; garbage collection: gc.freeze() once the model is loaded), {_NODE}",
+    f"Check the hosts of {{ranks}}: what the program does before the launches, {_NODE}",
 )
 FIX_COMPILATION = (
     "Find the guard that fails (TORCH_LOGS=recompiles), and compile for dynamic shapes (torch.compile(dynamic=True), "

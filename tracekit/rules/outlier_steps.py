@@ -19,6 +19,7 @@ from tracekit.replay.graph.causes.cause import Cause
 from tracekit.replay.graph.causes.stalls import SINGLE_STALL, Removal
 from tracekit.replay.graph.nodes import HostSpan
 from tracekit.rules import host_phases, late_work, recurrence
+from tracekit.rules.advice import Advice
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first, warnings
 from tracekit.sync import collective_matching
 
@@ -53,32 +54,69 @@ _STATE_IS = {
     host_state.LOCK: "waits for a lock",
     host_state.RATE_LIMITER: "waits in FSDP's rate limiter",
 }
+_EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 _FIXES = {
-    host_stalls.RETRY: "Lower the peak (smaller batch, activation checkpointing), or set "
-    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: the next retry may end in an out-of-memory error.",
-    host_stalls.ALLOCATION: "Allocate the largest sizes before training (one step with the longest input), or set "
-    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.",
-    host_stalls.PROFILER: "Ignore this step, or record fewer steps and events in a window.",
-    host_stalls.COMPILE: late_work.FIX_COMPILATION,
-    host_stalls.AUTOTUNE: "Fix the input sizes, or autotune before training: each new size is benchmarked.",
-    host_stalls.KERNEL_LOADING: "Run every kind of step once before training, or set CUDA_MODULE_LOADING=EAGER.",
-    host_stalls.GARBAGE_COLLECTION: late_work.FIX_GARBAGE,
-    host_stalls.DATA: "Prefetch more batches (prefetch_factor, num_workers), with persistent_workers=True.",
-    host_stalls.LAUNCH: "Check what else uses the GPU and the driver at that time (other processes, monitoring, a "
-    "module loaded at its first use).",
-    host_stalls.SYNC: "Check what the host waits for; read values from the device later (non_blocking=True).",
+    host_stalls.RETRY: Advice(
+        f"Lower the peak (smaller batch, activation checkpointing), or set {_EXPANDABLE}: the next retry may end in an "
+        "out-of-memory error.",
+        f"Lower the peak (smaller batch, smaller cache), or set {_EXPANDABLE}: the next retry may end in an "
+        "out-of-memory error.",
+        "Lower the peak of device memory: the next retry may end in an out-of-memory error.",
+    ),
+    host_stalls.ALLOCATION: Advice(
+        f"Allocate the largest sizes before training (one step with the longest input), or set {_EXPANDABLE}.",
+        f"Allocate the largest sizes before serving (one request with the longest input), or set {_EXPANDABLE}.",
+        "Allocate device memory once, for the largest sizes, or from a pool (cudaMallocAsync).",
+    ),
+    host_stalls.PROFILER: Advice("Ignore this step, or record fewer steps and events in a window."),
+    host_stalls.COMPILE: Advice(
+        late_work.FIX_COMPILATION, other="Compile before the first iteration, and cache the compiled code."
+    ),
+    host_stalls.AUTOTUNE: Advice(
+        "Fix the input sizes, or autotune before training: each new size is benchmarked.",
+        "Fix the input sizes, or autotune before serving: each new size is benchmarked.",
+    ),
+    host_stalls.KERNEL_LOADING: Advice(
+        "Run every kind of step once before training, or set CUDA_MODULE_LOADING=EAGER.",
+        "Run every kind of iteration once before serving or measuring, or set CUDA_MODULE_LOADING=EAGER.",
+    ),
+    host_stalls.GARBAGE_COLLECTION: Advice(
+        late_work.FIX_GARBAGE,
+        "Call gc.freeze() once the model is loaded, and gc.collect() between requests.",
+        "Collect garbage at chosen times only.",
+    ),
+    host_stalls.DATA: Advice(
+        "Prefetch more batches (prefetch_factor, num_workers), with persistent_workers=True.",
+        other="Load data ahead, on another thread.",
+    ),
+    host_stalls.LAUNCH: Advice(
+        "Check what else uses the GPU and the driver at that time (other processes, monitoring, a module loaded at its "
+        "first use)."
+    ),
+    host_stalls.SYNC: Advice(
+        "Check what the host waits for; read values from the device later (non_blocking=True).",
+        other="Check what the host waits for; copy results asynchronously into pinned memory.",
+    ),
 }
-_FIX_ONE = (
+_FIX_ONE = Advice(
     "Check what that rank's host does there: garbage collection (gc.freeze, gc.disable and gc.collect on all ranks in "
-    "the same step), logging, other processes on its cores. Record with_stack=True to see the line."
+    "the same step), logging, other processes on its cores. Record with_stack=True to see the line.",
+    "Check what that rank's host does there: garbage collection (gc.freeze once the model is loaded), tokenization, "
+    "logging, other processes on its cores. Record with_stack=True to see the line.",
+    "Check what that rank's host does there, and which other processes use its cores. Record CPU samples "
+    "(nsys profile --sample=process-tree) to see the function.",
 )
-_FIX_GRAPH = (
+_FIX_GRAPH = Advice(
     "The first launch of a graph instantiates and uploads it: launch each graph once before serving or measuring "
     "(cudaGraphUpload), and capture few, small graphs. If it recurs, check what else uses the GPU and the driver."
 )
-_FIX_ALL = (
+_FIX_ALL = Advice(
     "Check what all ranks do there, such as a save, an evaluation or logging, and do it in the background. Mark it "
-    "with torch.profiler.record_function to see its name."
+    "with torch.profiler.record_function to see its name.",
+    "Check what the host does there, such as loading, tokenization or logging, and do it in the background. Mark it "
+    "with torch.profiler.record_function to see its name.",
+    "Check what the host does there, such as input or output, and do it on another thread. Mark it with NVTX ranges to "
+    "see its name.",
 )
 
 
@@ -160,8 +198,6 @@ class OutlierStep(Rule):
         cause = event["cause"]
         if event["cause"] == host_stalls.LAUNCH and "GraphLaunch" in (event["name"] or ""):
             fix = _FIX_GRAPH
-        elif event["cause"] == host_stalls.RETRY and workload.is_inference(run):
-            fix = _FIXES[host_stalls.RETRY].replace("activation checkpointing", "smaller cache")
         else:
             fix = _FIXES.get(event["cause"], _FIX_ALL if event["is_everyone"] else _FIX_ONE)
         if event["is_everyone"]:
@@ -186,7 +222,7 @@ class OutlierStep(Rule):
             severity,
             f"{where(event, event['stall_ns'])}{who} for {units.duration(event['stall_ns'])}, "
             f"while it {_what(event)}{waits}. {how_often}{_excess(run, events)}",
-            fix,
+            fix.suited_to(run),
             impact=min(1.0, lost_ns / max(window_ns, 1)),
             cost_ns=lost_ns // max(steps, 1),
             confidence=0.8 if event["reference_ns"] is not None else 0.5,

@@ -182,7 +182,7 @@ class UnbalancedStages(Rule):
         )
         has_more = bool(balance.layers) and not is_slow
         excess = None if has_more else late_ranks.excess_of_stages(run, stages)
-        reason = late_work.reason(excess, subject, lost_ns=saved_ns, balanced_ratio=1 - 1 / len(balance.stage_ns))
+        reason = late_work.reason(run, excess, subject, lost_ns=saved_ns, balanced_ratio=1 - 1 / len(balance.stage_ns))
         claim = f"{stage_text} has {balance.layers[stage]} of {sum(balance.layers)} layers" if has_more else ""
         takes = f"{stage_text} {'take' if several else 'takes'} longer than the other stages"
         yield Finding(

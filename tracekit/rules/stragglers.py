@@ -15,7 +15,7 @@ from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
-from tracekit.replay.graph.causes.device_time import STRAGGLER
+from tracekit.replay.graph.causes.device_time import STRAGGLER, UNEVEN_WORK
 from tracekit.replay.graph.causes.stalls import OCCASIONAL_STRAGGLER, Removal
 from tracekit.rules import late_work, outlier_steps, quoted_step, recurrence
 from tracekit.rules.device_slowdowns import compare_late_devices
@@ -32,6 +32,8 @@ _MIN_LATEST_RATIO = 2 / 3
 _MAX_NAMED = 3
 _MIN_RECURRING = 3
 """Delays from which they recur: one of each of two ranks may be two pauses (faults/no-prefetch)."""
+_MORE_THAN_LEAD = 1.5
+"""How many times as far above the mean as above the second rank the longest compute is from which work is uneven."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,9 @@ class Straggler(Rule):
     be for this rank. Where the loss varies by more than `max_spread_ratio` (interquartile range over median) between
     steps, it may be noise that meets this rank by chance: then it is reported if the probability is at most
     `max_chance` that some rank is the latest as often though all are late alike. Differences below the clock error are
-    ignored. Steps that save are left out. Where no steps are marked, the window's collectives are divided into four
-    parts: the rank must have most of the waiting in three of them, and no single collective more than a quarter of it.
+    ignored. Steps that save are left out. Where no steps are marked, or only one, the window's collectives are divided
+    into four parts: the rank must have most of the waiting in three of them, and no single collective more than a
+    quarter of it.
     A rank that is late because it waited for a rank of another process group passes the blame on to that one; so does a
     rank that waited longer for sends and receives of its pipeline than the other ranks of its stage did. The cost is
     the saving of a replay in which nobody waits for the rank (`tracekit whatif`): while the others wait, their hosts
@@ -108,15 +111,16 @@ class Straggler(Rule):
     def _persistent(self, run: Run, rank_steps: pl.DataFrame) -> dict[str, Any] | None:
         """The median step of a rank that is late in most steps since its first late one; else None.
 
-        Without marked steps, the worst window in which the rank is late throughout.
+        Without marked steps, or of a single one, the worst window in which the rank is late throughout.
         """
-        late = rank_steps.filter((pl.col("lost_ratio") >= self.min_wait_ratio) & (pl.col("share") > _MOST))
-        if rank_steps["step"].is_null().all():
+        late = rank_steps.filter(pl.col("lost_ratio") >= self.min_wait_ratio)
+        if rank_steps["step"].is_null().all() or rank_steps.height == 1:
             throughout = _led_throughout(run, self.min_steps_ratio)
             late = late.join(throughout, on=["window", "late_rank"], maintain_order="left")
             if late.is_empty():
                 return None
             return largest_first(late, "lost_ratio", "order").row(0, named=True) | {"late": late}
+        late = late.filter(pl.col("share") > _MOST)
         if late.height < 2:
             return None
         since = rank_steps.filter(pl.col("order") >= late["order"][0])
@@ -132,7 +136,7 @@ class Straggler(Rule):
 
     def _finding(self, run: Run, worst: dict[str, Any]) -> Finding:
         late: pl.DataFrame = worst["late"]
-        is_of_window = worst["step"] is None
+        is_of_window, is_in_parts = worst["step"] is None, "since" not in worst
         ranks = tuple(worst["late_ranks"])
         waits = run.table(stragglers.late_calls).filter(pl.col("late_rank") == worst["late_rank"])
         in_step = quoted_step.is_of(worst, _STEP)
@@ -156,9 +160,9 @@ class Straggler(Rule):
             apart = f" {units.numbers('rank', hidden).capitalize()} {'are' if len(hidden) > 1 else 'is'} late at the "
             apart += "same collectives for another reason: that one is to be repaired too."
         devices, advice = compare_late_devices(run, ranks, late_steps, reason)
-        if is_of_window:
-            steps = "the window, and most of the waiting is for it in "
-            steps += f"{worst['led']} of {worst['parts']} parts of the window"
+        if is_in_parts:
+            whole = "the window" if is_of_window else quoted_step.place(worst["step"])
+            steps = f"{whole}, and most of the waiting is for it in {worst['led']} of {worst['parts']} parts of it"
         else:
             steps = f"{quoted_step.place(worst['step'])}, and in {late.height} of {worst['since']} steps "
             steps += f"since step {worst['first']}"
@@ -176,7 +180,7 @@ class Straggler(Rule):
             advice,
             impact=min(1.0, lost_ns / max(1, worst["duration_ns"])),
             cost_ns=lost_ns,
-            confidence=(0.8 if worst["is_whole"] else 0.7) - (0.1 if is_of_window else 0.0),
+            confidence=(0.8 if worst["is_whole"] else 0.7) - (0.1 if is_in_parts else 0.0),
             ranks=ranks,
             steps=distinct(late, "step"),
             what_if=WhatIf(STRAGGLER, self.min_cost_ratio) if is_latest else None,
@@ -229,14 +233,14 @@ def _reason(run: Run, ranks: tuple[int, ...], excess: ExcessTime | None, lost_ns
     Of unknown kind where neither shows it.
     """
     balanced_ratio = 1 - len(ranks) / len(run.ranks)
-    if reason := late_work.reason(excess, subject, lost_ns=lost_ns, balanced_ratio=balanced_ratio):
+    if reason := late_work.reason(run, excess, subject, lost_ns=lost_ns, balanced_ratio=balanced_ratio):
         return reason
     who = units.numbers("rank", ranks)
     ratio = late_ranks.launched_late_ratio(run, ranks)
     if ratio >= _MIN_LAUNCHED_LATE:
         claim = f"{subject.has} host launches collectives late{subject.tail}"
         evidence = _LAUNCHED_LATE.format(units.share(ratio))
-        return Reason(LATE, claim, evidence, late_work.SLOW_HOST.format(ranks=who))
+        return Reason(LATE, claim, evidence, late_work.SLOW_HOST.suited_to(run).format(ranks=who))
     claim = f"{subject.name} {subject.verb('arrives', 'arrive')} late at collectives{subject.tail}"
     return Reason("", claim, "", late_work.UNKNOWN.format(ranks=who))
 
@@ -252,14 +256,18 @@ class UnevenRanks(Rule):
 
     How it is measured: as in RANK001, but for all late ranks together, averaged over the ranks; the message quotes the
     median step. Not reported if ranks straggle as RANK001 or RANK004 report; steps of RANK005 and those that save are
-    left out. The work of the rank that the others wait for most in a step is compared with theirs, as in RANK001.
-    If two thirds of the waiting are for one rank in more than half of the steps, the finding names it, with the
-    saving of a replay in which nobody waits for it; else it says how ranks vary. Where more than half of the
-    waiting ends in a replay without the causes that have a warning, such as late launches, the finding is
-    information, with the cost of the rest. Where ranks take turns, do the same work, and one or two collectives
-    have half of the waiting, it is information: single pauses explain it as well. Below `min_wait_ratio`, the rank
-    that the others wait for most is information if a replay in which nobody waits for it saves `min_latest_ratio`
-    of the step.
+    left out. The work of the rank that the others wait for most in a step is compared with theirs, as in RANK001. If
+    two thirds of the waiting are for one rank in more than half of the steps, or half of all waiting would end if it
+    arrived with the second-last one, the finding names it, with the saving of a replay in which nobody waits for it;
+    else it says how ranks vary. Where more than half of the waiting ends in a replay without the causes that have a
+    warning, such as late launches, the finding is information, with the cost of the rest. Where ranks take turns, do
+    the same work, and one or two collectives have half of the waiting, it is information: single pauses explain it as
+    well. Below `min_wait_ratio`, the rank that the others wait for most is information if a replay in which nobody
+    waits for it saves `min_latest_ratio` of the step.
+
+    Where the waiting is shorter, the finding is about uneven work if in each step the rank that computes longest does
+    so for `min_uneven_ratio` longer than ranks do in the mean; the cost is the saving of a replay in which all compute
+    as long as that.
 
     How to fix: give ranks the same amount of work (pack sequences to one length, balance experts), and make hosts
     equally fast: single ranks are late at times because of gc, a data loader, or other jobs on the node. HOST001 and
@@ -273,6 +281,7 @@ class UnevenRanks(Rule):
     facts: ClassVar[tuple[TraceFact, ...]] = (*Straggler.facts, *stragglers.FACTS, *outlier_steps.OutlierStep.facts)
     finding_facts: ClassVar[tuple[TraceFact, ...]] = late_ranks.EXCESS_FACTS
     min_wait_ratio: float = 0.1
+    min_uneven_ratio: float = 0.03
     min_latest_ratio: float = 0.03
 
     def check(self, run: Run) -> Iterator[Finding]:
@@ -289,11 +298,15 @@ class UnevenRanks(Rule):
         # What a single rank causes in a few steps is its own finding.
         occasional = run.table(stragglers.occasional_stragglers)
         means = means.join(occasional, on=_STEP, how="anti", nulls_equal=True, maintain_order="left")
-        if means.is_empty() or any(Straggler().persistent(run)):
+        if means.is_empty() or any(late["group"] == late_ranks.latest(run) for late in Straggler().persistent(run)):
             return
         worst = median_row(means, "wait_ratio", "order")
         if worst["wait_ratio"] > self.min_wait_ratio:
             yield from self._in_turn(run, pieces, means, worst)
+            return
+        uneven = self._uneven_work(run, means)
+        if uneven is not None:
+            yield uneven
         elif occasional.is_empty():
             yield from self._most_often(run, means)
 
@@ -316,7 +329,13 @@ class UnevenRanks(Rule):
         waited = pieces.drop_nulls("peer_rank").group_by(*_STEP, rank="peer_rank").agg(pl.col("dur_ns").sum())
         in_steps = waited.join(late_steps.select(_STEP), on=_STEP, how="semi", nulls_equal=True)
         last = largest_first(in_steps, "dur_ns", "rank").unique(_STEP, keep="first", maintain_order=True)
-        latest_rank = _mostly_latest(in_steps)
+        # If one rank alone is slow, it computes as much longer than the second as than the mean.
+        work = _work_of_steps(run)
+        uneven_ns, lead_ns = (int(work[name].sum()) // max(1, work.height) for name in ("uneven_ns", "lead_ns"))
+        is_uneven = uneven_ns >= max(_MOST * worst["waited_ns"], _MORE_THAN_LEAD * lead_ns, 1)
+        latest_rank = None if is_uneven else _mostly_latest(in_steps)
+        if latest_rank is None and not is_uneven:
+            latest_rank = late_ranks.mostly_awaited(run)
         if latest_rank is not None:
             last = last.filter(rank=latest_rank)
         excess = late_ranks.excess_time(run, last.select(*_STEP, "rank")) if last.height else None
@@ -334,14 +353,19 @@ class UnevenRanks(Rule):
         balanced_ratio = 1 - 1 / len(run.ranks)
         # The latest rank waits for nobody: each of the others waits for longer than the mean over all ranks.
         others_wait_ns = round(worst["waited_ns"] / balanced_ratio)
-        reason = late_work.reason(excess, subject, lost_ns=others_wait_ns, balanced_ratio=balanced_ratio)
+        reason = late_work.reason(run, excess, subject, lost_ns=others_wait_ns, balanced_ratio=balanced_ratio)
         pauses = _fewest_of_half(run, pieces.join(late_steps.select(_STEP), on=_STEP, how="semi", nulls_equal=True))
         has_other_work = reason is not None and reason.kind in (EXTRA, LARGER)
-        is_by_chance = latest_rank is None and pauses < _MIN_RECURRING and not has_other_work
+        is_by_chance = latest_rank is None and not is_uneven and pauses < _MIN_RECURRING and not has_other_work
         doubt = ""
         if is_by_chance:
             doubt = f" Half of the waiting is in {units.count(pauses, 'collective')}: single pauses explain it as well."
         claim = f"Ranks wait for each other in turn, {late_for}"
+        what_if = None
+        if latest_rank is not None:
+            what_if = WhatIf(STRAGGLER, Straggler.min_cost_ratio)
+        elif is_uneven:
+            what_if = WhatIf(UNEVEN_WORK, Straggler.min_cost_ratio)
         if latest_rank is not None:
             claim = f"Rank {latest_rank} arrives late at collectives{subject.tail}"
         yield Finding(
@@ -362,8 +386,37 @@ class UnevenRanks(Rule):
                 "window", "rank", "step", "phase", "unit", "peer_rank", "collective_id", "start_ns", "dur_ns"
             ),
             claim=reason.claim if reason else claim,
-            what_if=None if latest_rank is None else WhatIf(STRAGGLER, Straggler.min_cost_ratio),
+            what_if=what_if,
             is_of_window=worst["step"] is None,
+        )
+
+    def _uneven_work(self, run: Run, means: pl.DataFrame) -> Finding | None:
+        """The finding on ranks of which another one computes longest in each step; None if they compute alike."""
+        work = _work_of_steps(run).join(means.select(_STEP), on=_STEP, how="semi", nulls_equal=True)
+        if work.is_empty() or overloaded_ranks(run):
+            return None
+        lost_ns, step_ns = (int(work[name].sum()) // work.height for name in ("uneven_ns", "duration_ns"))
+        if lost_ns < self.min_uneven_ratio * step_ns:
+            return None
+        slowest = work["rank"].value_counts().sort("count", "rank", descending=[True, False]).head(_MAX_NAMED)
+        named = [f"rank {rank} in {units.count(count, 'step')}" for rank, count in slowest.iter_rows()]
+        return Finding(
+            self.code,
+            Severity.WARNING,
+            f"The rank that computes longest ({', '.join(named)}) does so for {units.duration(lost_ns)} of "
+            f"{units.duration(step_ns)} longer than ranks do in the mean.",
+            "Give ranks the same amount of work in each step: pack or bucket sequences by length, form batches by "
+            "their number of tokens, balance experts.",
+            impact=min(1.0, lost_ns / max(step_ns, 1)),
+            cost_ns=lost_ns,
+            confidence=0.8,
+            ranks=distinct(work, "rank"),
+            steps=distinct(work, "step"),
+            evidence=largest_first(work, "uneven_ns", *_STEP).head(_EVIDENCE_ROWS),
+            claim="The work of ranks is uneven, and the rank that computes longest varies",
+            what_if=WhatIf(UNEVEN_WORK, Straggler.min_cost_ratio),
+            subject="work",
+            is_of_window=bool(work["step"].is_null().all()),
         )
 
     def _most_often(self, run: Run, means: pl.DataFrame) -> Iterator[Finding]:
@@ -403,6 +456,34 @@ class UnevenRanks(Rule):
             subject="latest",
             is_of_window=bool(rows["step"].is_null().all()),
         )
+
+
+def _work_of_steps(run: Run) -> pl.DataFrame:
+    """How uneven the compute of devices is, by step.
+
+    Columns window, step, rank (that computes longest), uneven_ns and lead_ns (by how much longer than the mean and than
+    the second), duration_ns; one row per step. No rows on a CPU run, where ranks share cores, and under pipeline
+    parallelism, whose stages have other work.
+    """
+    by_step = run.table(breakdown.by_step)
+    if not breakdown.is_on_device(run) or rank_places.stages(run):
+        by_step = by_step.clear()
+    of_ranks = by_step.group_by(*_STEP, "rank").agg(pl.col("compute_ns", "duration_ns").max())
+    longest = pl.col("compute_ns").max() - pl.col("compute_ns").mean()
+    return (
+        of_ranks.sort("compute_ns", "rank", descending=[True, False])
+        .group_by(_STEP)
+        .agg(
+            pl.col("rank").first(),
+            pl.len().alias("ranks"),
+            longest.round().cast(pl.Int64).alias("uneven_ns"),
+            (pl.col("compute_ns").first() - pl.col("compute_ns").slice(1, 1).first()).alias("lead_ns"),
+            pl.col("duration_ns").median().cast(pl.Int64),
+        )
+        .filter(pl.col("ranks") > 1)
+        .drop("ranks")
+        .sort(_STEP)
+    )
 
 
 def _mostly_latest(waited: pl.DataFrame) -> int | None:
@@ -573,7 +654,7 @@ def _occasional_reason(run: Run, ranks: tuple[int, ...], events: pl.DataFrame, s
     before = events.select(_STEP).join(order, on=_STEP, nulls_equal=True).select("window", step="before").drop_nulls()
     for late_steps in (events.select(_STEP), before):
         excess = late_ranks.excess_time(run, late_ranks.of_steps(ranks, late_steps))
-        if reason := late_work.reason(excess, subject, lost_ns=lost_ns, balanced_ratio=balanced_ratio):
+        if reason := late_work.reason(run, excess, subject, lost_ns=lost_ns, balanced_ratio=balanced_ratio):
             return reason
     return None
 

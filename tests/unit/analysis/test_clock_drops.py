@@ -90,6 +90,44 @@ def test_a_clock_that_falls_steadily_costs_what_kernels_take_beyond_their_first_
     assert slowed_kernels(trace)["excess_ns"].sum() == pytest.approx(sum(lengths) - 64 * 20, rel=0.1)
 
 
+# Kernels take 10 ns, but 14 in some eighths of a step, each of which has every kernel once.
+def eighths(*slow):
+    return [length for eighth in range(8) for length in 8 * [14 if eighth in slow else 10]]
+
+
+def test_kernels_that_are_slower_in_half_of_one_step_are_compared_with_all_others():
+    trace = drawn_traces.paced([eighths(), eighths(), eighths(0, 1, 2, 3), eighths()])
+    (drop,) = clock_drops(trace).iter_rows(named=True)
+    assert (drop["step"], drop["spans"], drop["slow_ns"]) == (2, 1, 32 * 14)
+    assert drop["slowdown"] == pytest.approx(1.4)
+    assert (slowed_kernels(trace).height, slowed_kernels(trace)["excess_ns"].sum()) == (32, 32 * 4)
+
+
+def test_kernels_that_are_slower_in_the_same_part_of_every_step_are_compared_with_the_rest_of_the_steps():
+    trace = drawn_traces.paced([eighths(3, 4)] * 4)
+    (drop,) = clock_drops(trace).iter_rows(named=True)
+    assert (drop["spans"], drop["slow_ns"]) == (4, 4 * 16 * 14)
+    assert (slowed_kernels(trace).height, slowed_kernels(trace)["excess_ns"].sum()) == (64, 64 * 4)
+
+
+def test_a_part_of_every_step_that_is_slower_on_one_of_three_ranks_is_left_to_the_comparison_of_ranks():
+    slow = [drawn_traces.paced([eighths(3, 4)] * 4, rank=rank) for rank in range(3)]
+    fast = [drawn_traces.paced([eighths()] * 4, rank=rank) for rank in range(3)]
+    assert drawn_traces.run(*slow).table(confirmed_drops)["rank"].to_list() == [0, 1, 2]
+    assert drawn_traces.run(slow[0], *fast[1:]).table(confirmed_drops).is_empty()
+
+
+@pytest.mark.parametrize("slow_steps", [{2}, {1, 2}])
+def test_whole_steps_that_take_longer_are_other_work(slow_steps):
+    trace = drawn_traces.paced([eighths(*range(8)) if step in slow_steps else eighths() for step in range(6)])
+    assert clock_drops(trace).is_empty()
+
+
+def test_a_few_slower_kernels_in_a_part_of_every_step_are_no_slower_device():
+    step = [14 if 20 <= number < 36 and number % 8 < 3 else 10 for number in range(64)]
+    assert clock_drops(drawn_traces.paced([step] * 4)).is_empty()
+
+
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the public traces are not here")
 class TestOnARealRecording:
     def test_a_clock_drop_of_one_rank_is_found_and_priced(self, tmp_path):
@@ -112,3 +150,14 @@ class TestOnARealRecording:
     )
     def test_public_recordings_have_no_drop(self, folder):
         assert tracekit.load(str(SHARED / folder)).table(clock_drops).is_empty()
+
+    def test_a_save_in_the_background_that_slows_half_a_step_is_found_and_priced(self, tmp_path):
+        job = perturbation_graph.load((SHARED / "torchrec_v100_4ranks").glob("*.json.gz"))
+        injected_faults.background_save(job, 0.25, random.Random("save"))
+        job.replay()
+        for of_rank, document in zip(job.ranks, job.documents(), strict=True):
+            perturbation_graph.write(document, tmp_path / f"rank{of_rank.number}.json.gz")
+        run = tracekit.load(str(tmp_path), cache=False)
+        (finding,) = engine.check(run, [ClockDrop()]).findings
+        assert finding.ranks == (0, 1, 2, 3)
+        assert finding.cost_ns == pytest.approx(1000 * job.lost_in_steps_us() / 3, rel=0.15)

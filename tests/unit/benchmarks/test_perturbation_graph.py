@@ -58,6 +58,36 @@ def test_an_unchanged_recording_is_replayed_as_it_was():
     assert unchanged.lost_us == 0
 
 
+def test_a_kernel_that_is_launched_twice_is_two_kernels_in_a_row():
+    changed = job()
+    kernel = changed.ranks[0].kernels[0]
+    kernel.stretch, kernel.twin = 2.0, {"correlation": 9}
+    changed.replay()
+    events = changed.documents()[0]["traceEvents"]
+    twins = [e for e in events if e["cat"] == "kernel" and e["args"]["correlation"] in (1, 9)]
+    assert sorted((e["ts"], e["dur"], e["args"]["correlation"]) for e in twins) == [(20, 60, 9), (80, 60, 1)]
+
+
+def test_a_delayed_kernel_starts_later_than_it_could():
+    changed = job()
+    changed.ranks[0].kernels[0].delay = 30.0
+    changed.replay()
+    assert spans(changed.documents()[0])["ncclDevKernel_AllReduce"][0] == 115
+
+
+def test_a_faster_host_launches_earlier_and_waits_longer():
+    changed = job()
+    for rank in changed.ranks:
+        rank.host_speed = 2.0
+    changed.replay()
+    events = changed.documents()[0]["traceEvents"]
+    launch, wait = (next(e for e in events if e["args"].get("correlation") == number) for number in (2, 5))
+    assert (launch["ts"], launch["dur"]) == (15, 2.5)
+    # It ends as long after the last kernel as before, and begins after half of the time.
+    assert wait["ts"] == 50
+    assert wait["ts"] + wait["dur"] == max(e["ts"] + e["dur"] for e in events if e["cat"] == "kernel") + 5
+
+
 def test_a_file_that_merges_ranks_is_split_by_the_ranks_that_its_events_name(tmp_path):
     merged = [
         {**each, "pid": 100 * rank + each["pid"], "args": {**each["args"], "rank": rank}}

@@ -34,3 +34,13 @@ def test_costs_add_up_where_one_warning_is_priced_besides_the_other(second, are_
 def test_a_finding_is_not_added_to_itself():
     straggler = warning("RANK001", SYNC, LATE_RANK)
     assert not perturbed._are_added(straggler, straggler)
+
+
+def test_a_finding_on_ranks_that_are_late_in_turn_names_none_of_them():
+    of_all = Finding("RANK003", Severity.WARNING, "", "", ranks=(0, 1, 2))
+    of_one = Finding("RANK003", Severity.WARNING, "", "", ranks=(1,))
+    assert (perturbed._names(of_all, 1), perturbed._names(of_one, 1), perturbed._names(of_one, 0)) == (
+        False,
+        True,
+        False,
+    )

@@ -3,6 +3,8 @@ import dataclasses
 import gzip
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -115,6 +117,29 @@ def test_cpu_time_does_not_include_waiting(tmp_path: Path) -> None:
     busy, waiting = (row["cpu_time_ns"] for row in metrics(tmp_path))
     assert busy >= 30_000_000
     assert waiting < busy / 2
+
+
+@pytest.mark.skipif(
+    not Path("/proc/thread-self/schedstat").exists(), reason="needs the scheduler's statistics of Linux"
+)
+def test_the_wait_for_a_processor_is_that_of_threads_that_share_it(tmp_path: Path) -> None:
+    cores = os.sched_getaffinity(0)
+    spin = f"import os; os.sched_setaffinity(0, {{{min(cores)}}})\nwhile True: pass"
+    other = subprocess.Popen([sys.executable, "-c", spin])
+    try:
+        os.sched_setaffinity(0, {min(cores)})
+        with Recorder(tmp_path, steps=None) as recorder:
+            end_ns = time.process_time_ns() + 200_000_000
+            while time.process_time_ns() < end_ns:
+                pass
+            recorder.step()
+    finally:
+        os.sched_setaffinity(0, cores)
+        other.kill()
+        other.wait()
+    (row,) = metrics(tmp_path)
+    assert row["processor_wait_ns"] >= 20_000_000  # half of the processor is the other's
+    assert row["processor_wait_ns"] + row["cpu_time_ns"] <= 1.1 * row["step_time_ns"]
 
 
 def test_a_metric_given_as_a_function_is_read_a_step_later(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 import pytest
 
-from tracekit.capture.manifest import REDACTED, redact
+from tracekit.capture.manifest import redact
+from tracekit.conventions.redaction import REDACTED
 
 GITHUB = "ghp_" + "a1B2" * 9
 HUGGING_FACE = "hf_" + "aB3" * 12
@@ -25,7 +26,7 @@ WEB_TOKEN = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.c2lnbmF0dXJl"
         (["--data", "s3://me:hunter2@host/x"], ["--data", f"s3://{REDACTED}@host/x"]),
         (["https://h:8080/x?token=abc&step=1"], [f"https://h:8080/x?token={REDACTED}&step=1"]),
         (["https://h/x?a=1&X-Amz-Signature=12ab"], [f"https://h/x?a=1&X-Amz-Signature={REDACTED}"]),
-        (['{"password": "two words", "lr": 1}'], [f'{{"password": {REDACTED}, "lr": 1}}']),
+        (['{"password": "two words", "lr": 1}'], [f'{{"password": "{REDACTED}", "lr": 1}}']),
     ],
     ids=lambda value: None if isinstance(value, list) else str(value),
 )
@@ -55,7 +56,7 @@ def test_values_under_secret_names_are_redacted_at_any_depth() -> None:
     given = {"optimizer": {"lr": 0.1}, "logger": [{"api_key": ["abc"]}, {"secrets": {"a": 1}}], "db_password": 1234}
     assert redact(given) == {
         "optimizer": {"lr": 0.1},
-        "logger": [{"api_key": REDACTED}, {"secrets": REDACTED}],
+        "logger": [{"api_key": [REDACTED]}, {"secrets": {"a": REDACTED}}],
         "db_password": REDACTED,
     }
 

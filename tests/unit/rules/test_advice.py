@@ -8,6 +8,7 @@ from tests.support.kineto_files import slice_
 from tracekit.analysis.parallelism import workload
 from tracekit.analysis.parallelism.workload import Program
 from tracekit.ingest.loader import load
+from tracekit.rules import late_work, outlier_steps
 from tracekit.rules.engine import check
 
 PYTORCH = ("torch", ".item()", "DataLoader", "Python", "gc.", "optimizer", "profiler.step")
@@ -52,4 +53,7 @@ def test_advice_names_only_what_the_program_has(program, op, kernel, last_kernel
     assert {"HOST001", "HOST002"} & fixes.keys()
     words = {Program.TRAINING: (), Program.INFERENCE: TRAINING, Program.OTHER: PYTORCH}[program]
     about_the_program = [fix for code, fix in fixes.items() if not code.startswith("DATA")]
+    # The fixes of stalls and of slow hosts, too, whether or not this run has any.
+    stalls = [*outlier_steps._FIXES.values(), outlier_steps._FIX_ONE, outlier_steps._FIX_ALL, outlier_steps._FIX_GRAPH]
+    about_the_program += [advice.suited_to(run) for advice in (*stalls, late_work.SLOW_HOST)]
     assert not [fix for fix in about_the_program for word in words if word in fix]

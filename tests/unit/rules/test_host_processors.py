@@ -43,15 +43,12 @@ def test_a_quota_counts_as_the_cores():
     assert findings(crowded_run(SLOW, cores=64, usable_cores=64, quota_cores=4))
 
 
-def logged_run(cpu_ns, **manifest):
+def logged_run(cpu_ns, *, picture=SLOW, wait_ns=None, **manifest):
     """Return a run with the CPU time of its two steps, whose manifest by default states nothing."""
-    rows = [
-        {"step": step, "name": name, "value": float(value)}
-        for step in (0, 1)
-        for name, value in (("step_time_ns", 20), ("cpu_time_ns", cpu_ns))
-    ]
+    logged = {"step_time_ns": 20, "cpu_time_ns": cpu_ns} | ({} if wait_ns is None else {"processor_wait_ns": wait_ns})
+    rows = [{"step": step, "name": name, "value": float(value)} for step in (0, 1) for name, value in logged.items()]
     metrics = schema.METRICS.conform(pl.DataFrame(rows))
-    return drawn_traces.run(drawn_traces.trace(SLOW, on_device=False, metrics=metrics), **manifest)
+    return drawn_traces.run(drawn_traces.trace(picture, on_device=False, metrics=metrics), **manifest)
 
 
 def test_ops_that_compute_for_longer_than_the_cpu_time_wait_for_processors():
@@ -64,6 +61,30 @@ def test_ops_that_compute_for_longer_than_the_cpu_time_wait_for_processors():
 
 def test_other_processes_are_not_the_threads_of_a_run_that_states_few():
     assert findings(logged_run(10, processors={"cores": 2, "threads": 1, "ranks": 2})) == ()
+
+
+PREEMPTED = f"step {'0' * 20}{'1' * 20}\ncompute {'a.' * 6}aaaaaaaa{'a.' * 6}aaaaaaaa"
+"""Two of many calls are interrupted: the other rank has the only core meanwhile."""
+ONE_CORE = {"cores": 2, "usable_cores": 1, "threads": 1, "ranks": 2}
+
+
+@pytest.mark.parametrize("waiting", [{"cpu_ns": 8}, {"cpu_ns": 20, "wait_ns": 7}])
+def test_ranks_that_share_a_core_wait_for_it_although_few_calls_are_slow(waiting):
+    (finding,) = findings(logged_run(**waiting, picture=PREEMPTED, processors=ONE_CORE))
+    assert (finding.severity, finding.cost_ns) == (Severity.WARNING, 7)
+    assert "OMP_NUM_THREADS" not in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("waiting", "processors"),
+    [
+        ({"cpu_ns": 8, "wait_ns": 0}, ONE_CORE),  # each has a core of its own: nobody waits
+        ({"cpu_ns": 8, "wait_ns": 7}, ONE_CORE | {"usable_cores": 2}),  # other programs have it
+        ({"cpu_ns": 8, "wait_ns": 7}, ONE_CORE | {"ranks": 1}),
+    ],
+)
+def test_ranks_that_wait_for_no_core_or_for_other_programs_are_not_reported(waiting, processors):
+    assert findings(logged_run(**waiting, picture=PREEMPTED, processors=processors)) == ()
 
 
 @pytest.mark.skipif(not CASE.is_dir(), reason="needs ../shared/cases, which is not part of the project")

@@ -10,7 +10,7 @@ from tests.support import drawn_traces, operator_traces
 from tracekit.analysis.compute.excess_time import LARGER
 from tracekit.analysis.parallelism import late_ranks
 from tracekit.ingest.loader import load
-from tracekit.model import schema, units
+from tracekit.model import schema
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
 from tracekit.rules.engine import check
@@ -102,19 +102,6 @@ def with_reductions(trace: Trace, *, ranks: int) -> Trace:
 
 
 _SAMPLE_NS, _REDUCE_NS = 10_000, 20_000
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_the_share_and_the_saving_of_larger_inputs_of_ranks_in_turn(ranks: int) -> None:
-    # The latest rank has 16 samples, the others 8: balanced, each would have 8 + 8 / ranks.
-    batches = [[16 if rank == latest else 8 for rank in range(ranks)] for latest in range(ranks)]
-    (uneven,) = check(uneven_run(*[batches] * 6), [UnevenRanks()]).findings
-    saved_ns = round(ranks * (16 - (8 + 8 / ranks)) * _SAMPLE_NS)
-    assert (uneven.severity, uneven.cost_ns) == (Severity.WARNING, pytest.approx(saved_ns, rel=0.02))
-    print(uneven.message, uneven.claim)
-    assert "2.0 times as large" in uneven.claim
-    assert "explain 100% of the wait" in uneven.message
-    assert f"a step would be {units.duration(saved_ns)} shorter" in uneven.message
 
 
 def test_single_pauses_of_ranks_in_turn_with_the_same_inputs_are_information() -> None:

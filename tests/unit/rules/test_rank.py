@@ -237,3 +237,30 @@ def test_a_straggler_of_most_steps_is_not_occasional():
 def test_a_rank_that_is_late_in_half_of_the_steps_recurs():
     (found,) = judge(rule_examples.occasional_straggler_run(10, 0, 10, 0, 10, 0), OccasionalStraggler)
     assert (found.ranks, found.steps, found.severity) == ((0,), (0, 2, 4), Severity.WARNING)
+
+
+def test_a_single_marked_step_is_judged_by_its_parts():
+    # Rank 1 is 3 late at each of 12 collectives of the only step.
+    early, late = ("aa" + "." * 8, "." * 2 + "yyyyyy.."), ("aaaaa.....", "." * 5 + "yyy..")
+    run = ranks(*((c * 12, y * 12) for c, y in (early, late, early)), steps="0" * 120)
+    (finding,) = judge(run, Straggler)
+    assert (finding.ranks, finding.steps, finding.is_of_window) == ((1,), (0,), False)
+    # It is 36 late at the first collective only: that is no straggler.
+    once = ("aa" + "." * 38 + ("aa" + "." * 8) * 8, "." * 2 + "y" * 38 + (".." + "yyyyyy..") * 8)
+    late_once = ("a" * 38 + ".." + ("aa" + "." * 8) * 8, "." * 38 + "yy" + (".." + "yyyyyy..") * 8)
+    assert judge(ranks(once, late_once, once, steps="0" * 120), Straggler) == ()
+
+
+def test_work_that_is_uneven_in_turn_names_the_rank_that_computes_longest_in_each_step():
+    # Ranks 0, 1, 2 compute 4 instead of 3 in steps 0, 1, 2; compute fills half of what the others wait meanwhile.
+    short, long = ("aaa.......", "...yyyyyy."), ("aaaa......", "....yyyyy.")
+    pictures = [
+        tuple("".join(4 * (long if step == rank else short)[part] for step in range(3)) for part in (0, 1))
+        for rank in (0, 1, 2)
+    ]
+    (finding,) = judge(ranks(*pictures, steps=STEPS), UnevenRanks)
+    assert finding.subject == "work"
+    assert finding.evidence.select("step", "rank").rows() == [(0, 0), (1, 1), (2, 2)]
+    # Four kernels a step take 1 longer on one of three ranks: 4 - 4 / 3 beyond the mean.
+    assert finding.evidence["uneven_ns"].to_list() == pytest.approx([8 / 3 * CHARACTER_NS] * 3, abs=1)
+    assert judge(ranks(*[("".join(3 * 4 * [short[0]]), 12 * short[1])] * 3, steps=STEPS), UnevenRanks) == ()

@@ -6,7 +6,7 @@ import numpy as np
 import polars as pl
 
 from tracekit import conventions
-from tracekit.analysis.compute import flops, kernels, op_bytes, op_flops, product_kernels
+from tracekit.analysis.compute import cpu_ops, flops, kernels, op_bytes, op_flops, product_kernels
 from tracekit.analysis.time import trace_columns
 from tracekit.model import nesting, schema
 from tracekit.model.fact import trace_fact
@@ -35,7 +35,10 @@ CHAIN_COLUMNS = schema.columns(
 )
 _CALL = ["name", "shapes", "dtypes", "arguments", "strides"]
 COLUMNS = schema.columns("activity_id cause saved_ns")
-MISALIGNED, NO_TENSOR_CORES, UNFUSED_OPTIMIZER, UNFUSED_CHAIN, PARTIAL_WAVE = range(1, 6)
+(
+    MISALIGNED, NO_TENSOR_CORES, UNFUSED_OPTIMIZER, UNFUSED_CHAIN, PARTIAL_WAVE, SLOW_ARITHMETIC, CAST, SMALL_OP,
+    ANOMALY_CHECK,
+) = range(1, 10)  # fmt: skip
 
 
 @trace_fact
@@ -128,15 +131,18 @@ _FACTS: tuple[TraceFact, ...] = (
     unfused_optimizer_kernels,
     elementwise_chains,
     product_kernels.partial_waves,
+    cpu_ops.slow_arithmetic,
+    cpu_ops.casts,
+    cpu_ops.small_ops,
+    cpu_ops.anomaly_checks,
 )
 
 
 @memoize
 def avoidable(trace: Trace) -> pl.DataFrame:
-    """Kernels that would take less time, each by its first cause.
+    """Kernels, or ops of a CPU run, that would take less time, each by its first cause.
 
-    Columns COLUMNS: cause (MISALIGNED, NO_TENSOR_CORES, UNFUSED_OPTIMIZER, UNFUSED_CHAIN, PARTIAL_WAVE); one row per
-    kernel.
+    Columns COLUMNS: cause (MISALIGNED to ANOMALY_CHECK); one row per kernel.
     """
     parts = [
         kernels.select("activity_id", "saved_ns", cause=pl.lit(cause, pl.Int64))

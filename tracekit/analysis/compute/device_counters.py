@@ -14,13 +14,15 @@ from tracekit.analysis.compute.contention import COMMUNICATION, COMPUTE, KINDS, 
 from tracekit.analysis.time import device_stalls
 from tracekit.conventions import device_metrics
 from tracekit.conventions import device_metrics as names
-from tracekit.model import columns, schema
+from tracekit.model import columns, intervals, schema
 from tracekit.model.fact import run_fact, trace_fact
+from tracekit.model.intervals import Spans
 from tracekit.model.memoize import memoize
 from tracekit.model.run import Run
 from tracekit.model.sweep_line import Flags, Ints
 from tracekit.model.trace import Trace
 
+_NO_SPANS: Spans = np.empty((0, 2), np.int64)
 _FLOAT, _TEXTS = pl.Float64(), pl.List(pl.String())
 _MAX_BITS = 53  # the bits that a JSON number has exactly
 _MOST = {
@@ -66,7 +68,7 @@ OF_STEPS = (names.SM_CLOCK, names.MEMORY_CLOCK, names.POWER, names.TEMPERATURE, 
 """The counters that a breakdown by step has."""
 
 COLUMNS = schema.columns(
-    "device step since_ns slowdown low high kernels is_gradual",
+    "device step since_ns slowdown low high kernels is_gradual spans slow_ns",
     **dict.fromkeys(("slowdown", "low", "high"), pl.Float64),
     is_gradual=pl.Boolean,
 )
@@ -87,6 +89,12 @@ _RAMPS = np.arange(6) / 8
 _SHAPED_RATIO = 0.75
 """Share of the variation between steps that a drop has to explain: by varying work, each step is another level."""
 _MOST_LEVELS = 64
+_MIN_SPAN_SLOWDOWN = 1.1
+"""A span of time is the slowest of many: by chance, one is slower than the rest by a few percent."""
+_MAX_SPAN_RATIO = 0.6
+"""A span with more of the kernels leaves too few that are fast to compare with."""
+_BOUNDARY_RATIO = 0.1
+"""A span that begins and ends this near to ends of steps, as a share of their kernels, is work of these steps."""
 _VARYING_RATIO = 0.5
 """Work that varies by this share of a drop on another rank makes the drop as likely to be work, too."""
 
@@ -149,15 +157,20 @@ def clock_drops(trace: Trace) -> pl.DataFrame:
 
     Columns device, step (in which that happens), since_ns, slowdown (median over kernels, by their time: duration after
     over before; of a gradual drop, of the last kernels over the first), low and high (quartiles), kernels (how many
-    were compared), is_gradual (they take longer and longer); one row per such device. Each kernel is compared with the
-    same kernel before, where no collective overlaps it. The moment is that after which the sum of their relative
-    durations is highest (CUSUM). It counts as a drop of the clock if the slowdown exceeds both MIN_SLOWDOWN and how
-    much the same kernel varies before and after (interquartile range), if kernels with three quarters of the time are
-    slower by at least a third of it, since other causes slow single kernels, and if a drop at one moment, or a steady
-    one, explains three quarters of how the steps differ: varying work has a level of its own in each step.
+    were compared), is_gradual (they take longer and longer), spans and slow_ns (how often they are slow for a while
+    only, once or in the same part of every step, and how long in total; 0 where it lasts); one row per such device.
+    Each kernel is compared with the same kernel before, where no collective overlaps it. The moment is that after which
+    the sum of their relative durations is highest (CUSUM). It counts as a drop of the clock if the slowdown exceeds
+    both MIN_SLOWDOWN and how much the same kernel varies before and after (interquartile range), if kernels with three
+    quarters of the time are slower by at least a third of it, since other causes slow single kernels, and if a drop at
+    one moment, or a steady one, explains three quarters of how the steps differ: varying work has a level of its own in
+    each step.
     """
     rows = [
-        (device, drop.step, drop.since_ns, drop.slowdown, drop.low, drop.high, len(drop.ratio_of), drop.is_gradual)
+        (
+            *(device, drop.step, drop.since_ns, drop.slowdown, drop.low, drop.high),
+            *(len(drop.ratio_of), drop.is_gradual, len(drop.spans), intervals.length(drop.spans)),
+        )
         for device, change in _changes(trace)
         if (drop := change.drop) is not None
     ]
@@ -179,13 +192,16 @@ def work_variation(trace: Trace) -> pl.DataFrame:
 def confirmed_drops(run: Run) -> pl.DataFrame:
     """The rows of `clock_drops` of all ranks, columns window, rank and COLUMNS'; use ``run.table``.
 
-    Without those in windows in which the work of another device varies by half of the slowdown or more.
+    Without those in windows in which the work of another device varies by half of the slowdown or more. What recurs in
+    every step counts if it does so on half of the ranks: of a few, the comparison with the others has more to go by.
     """
     drops, variation = run.table(clock_drops), run.table(work_variation)
     most = variation.group_by("window").agg((pl.col("ratio").max() - 1).alias("varies_by"))
     compared = drops.join(most, on="window", how="left", maintain_order="left")
     is_own = pl.col("varies_by").fill_null(0.0) < _VARYING_RATIO * (pl.col("slowdown") - 1)
-    return compared.filter(is_own).drop("varies_by")
+    recurs_on = pl.col("rank").filter(pl.col("spans") > 1).n_unique().over("window")
+    is_common = (pl.col("spans") <= 1) | (2 * recurs_on >= len(run.ranks))
+    return compared.filter(is_own, is_common).drop("varies_by")
 
 
 @trace_fact
@@ -202,6 +218,9 @@ def slowed_kernels(trace: Trace) -> pl.DataFrame:
         if drop is None:
             continue
         since = (work.kind == KINDS.index(COMPUTE)) & (work.spans[:, 0] >= drop.since_ns)
+        if len(drop.spans):
+            span = np.searchsorted(drop.spans[:, 0], work.spans[:, 0], "right") - 1
+            since &= work.spans[:, 0] < drop.spans[np.maximum(span, 0), 1]
         rows = np.flatnonzero(since)
         slower = np.array([drop.ratio_of.get(kernel, drop.slowdown) for kernel in work.kernel[rows].tolist()])
         if drop.is_gradual:
@@ -270,6 +289,8 @@ class _Drop:
     high: float
     ratio_of: dict[int, float]
     is_gradual: bool
+    spans: Spans
+    """When kernels are slow, if only for a while."""
 
 
 @dataclass(frozen=True)
@@ -310,7 +331,10 @@ def _change(device: DeviceWork, paused: Ints) -> _Change:
     best = int(np.argmax([explained for _, explained in fits]))
     slowdown, by_ramp = fits[best]
     level_ratio, by_steps = times.levels(device.step[rows])
-    is_drop_shaped = max(by_drop, by_ramp) >= _SHAPED_RATIO * by_steps
+    span, by_span = _slowest_span(times, device.step[rows])
+    is_drop_shaped = max(by_drop, by_ramp, by_span) >= _SHAPED_RATIO * by_steps
+    if is_drop_shaped and by_span > max(by_drop, by_ramp):
+        return _Change(_temporary_drop(times, span, ids, device, rows), level_ratio, is_drop_shaped)
     drop = _drop(times, after, ids) if is_drop_shaped and min(change, len(rows) - change) >= _MIN_SAMPLES else None
     if drop is not None:
         is_gradual = by_ramp > by_drop
@@ -325,6 +349,50 @@ def _change(device: DeviceWork, paused: Ints) -> _Change:
             is_gradual=is_gradual,
         )
     return _Change(drop, level_ratio, is_drop_shaped)
+
+
+def _slowest_span(times: "_KernelTimes", step: Ints) -> tuple[Flags, float]:
+    """The part of the window, or of every step, in which the same kernels take longest; the squares that it explains.
+
+    None of it, and 0, if it lasts from one end of a step to another: that is work of these steps.
+    """
+    count = len(step)
+    names, number = np.unique(step, return_inverse=True)
+    sizes = np.bincount(number)
+    nth = np.arange(count) - np.searchsorted(number, number)  # samples are in order, and so are steps
+    place = (nth + 0.5) / sizes[number]
+    best, by_best = np.zeros(count, np.bool_), 0.0
+    orders = [np.arange(count)] + ([np.argsort(place, kind="stable")] if len(names) > 1 else [])
+    for is_of_every_step, order in enumerate(orders):
+        first, last = times.heaviest_part(order)
+        if last == count and not is_of_every_step:
+            continue  # it lasts until the window ends
+        inside = np.zeros(count, np.bool_)
+        inside[order[first:last]] = True
+        is_large = _MIN_SAMPLES <= last - first <= _MAX_SPAN_RATIO * count and count - (last - first) >= _MIN_SAMPLES
+        ends = (place[order[first]], 1 - place[order[last - 1]])
+        is_within = max(min(end, 1 - end) for end in ends) > _BOUNDARY_RATIO
+        _, explained = times.fit(inside.astype(np.float64))
+        if is_large and is_within and explained > by_best:
+            best, by_best = inside, explained
+    return best, by_best
+
+
+def _temporary_drop(
+    times: "_KernelTimes",
+    inside: Flags,
+    ids: np.ndarray[tuple[int], np.dtype[np.uint64]],
+    device: DeviceWork,
+    rows: Ints,
+) -> _Drop | None:
+    """The slowdown of kernels that lasts for a while, once or in every step; None if it is small, or not of all."""
+    drop = _drop(times, inside, ids)
+    if drop is None or drop.slowdown < _MIN_SPAN_SLOWDOWN:
+        return None
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], inside.view(np.int8), [0]))))
+    spans = np.stack((device.spans[rows[edges[::2]], 0], device.spans[rows[edges[1::2] - 1], 1]), axis=1)
+    first = device.work["step"][int(rows[edges[0]])]
+    return replace(drop, step=first, since_ns=int(spans[0, 0]), until_ns=int(spans[-1, 1]), spans=spans)
 
 
 @dataclass(frozen=True, eq=False)
@@ -366,6 +434,13 @@ class _KernelTimes:
         usual = 1 - rise * float(np.average(shape, weights=self.mean_ns))
         return 1 + rise / max(usual, 0.1), product**2 / square
 
+    def heaviest_part(self, order: Ints) -> tuple[int, int]:
+        """First and last place, exclusive, of the part of an order with the largest sum of excess over the mean."""
+        sums = np.concatenate(([0.0], np.cumsum((self.mean_ns * self._excess)[order])))
+        rise = sums - np.minimum.accumulate(sums)
+        last = int(np.argmax(rise))
+        return int(np.argmin(sums[: last + 1])), last
+
     def levels(self, step: Ints) -> tuple[float, float]:
         """Ratio of the slowest step to the fastest, and the sum of squares that levels of all steps explain."""
         names, number = np.unique(step, return_inverse=True)
@@ -397,7 +472,7 @@ def _drop(times: _KernelTimes, after: Flags, ids: np.ndarray[tuple[int], np.dtyp
     if slowdown < MIN_SLOWDOWN or not is_common or np.log(slowdown) <= _spread(times.code, times.dur_ns, after):
         return None
     ratio_of = dict(zip(ids[is_compared].tolist(), ratio[is_compared].tolist(), strict=True))
-    return _Drop(None, 0, 0, slowdown, low, high, ratio_of, is_gradual=False)
+    return _Drop(None, 0, 0, slowdown, low, high, ratio_of, is_gradual=False, spans=_NO_SPANS)
 
 
 def _spread(code: Ints, dur: Floats, after: Flags) -> float:

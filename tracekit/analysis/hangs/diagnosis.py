@@ -434,6 +434,8 @@ def _with_ranks(diagnosis: Diagnosis, dumps: HangDumps, groups: Groups, waiting:
     without_stacks = [rank for rank, dump in dumps.ranks.items() if not dump.threads]
     if diagnosis.kind is Kind.HOST and without_stacks:
         notes.append(f"no stacks of {_ranks(without_stacks)}: put stacks by py-spy or faulthandler into the folder")
+    if unstated := _unstated([dump for dump in dumps.ranks.values() if dump.has_recorder]):
+        notes.append(f"the flight recorder dumps do not state {', '.join(unstated)}")
     rows = tuple(_row(dump, waiting) for dump in dumps.ranks.values())
     return replace(diagnosis, ranks=rows, notes=tuple(notes))
 
@@ -455,3 +457,35 @@ def _row(dump: RankDump, waiting: WaitGraph) -> RankState:
 
 def _own_call(wait: Wait, rank: int) -> Call:
     return wait.collective.calls[rank] if wait.collective else wait.first_call
+
+
+def _unstated(dumps: Sequence[RankDump]) -> list[str]:
+    """What no dump states, and without which a cause may not be recognized or have no place in the code."""
+    calls = [call for dump in dumps for call in dump.calls]
+    threads = [thread for dump in dumps for thread in dump.threads]
+    groups = {name: group for dump in dumps for name, group in dump.groups.items()}
+    stated = {
+        "any call": bool(calls),
+        "the operations of calls": any(call.op for call in calls),
+        "when calls began": any(call.created_ns for call in calls),
+        "sizes of inputs": any(call.input_sizes for call in calls),
+        "sizes of outputs": any(call.output_sizes for call in calls),
+        "element types of inputs": any(call.input_dtypes for call in calls),
+        "element types of outputs": any(call.output_dtypes for call in calls),
+        "the ranks of each group": all(ranks is not None for _, ranks in groups.values())
+        and all(call.group in groups for call in calls),
+        "descriptions of each group": all(description for description, _ in groups.values()),
+        "how much threads ran": not threads or any(thread.cpu_ratio is not None for thread in threads),
+        "how long nothing progressed": any(dump.stalled_ns is not None for dump in dumps),
+        "when they were written": any(dump.written_ns for dump in dumps),
+        "why they were written": any(dump.reason for dump in dumps),
+    }
+    for owner, stacks in (("calls", calls), ("threads", threads)):
+        frames = [frame for stack in stacks for frame in stack.frames]
+        stated |= {
+            f"stacks of {owner}": bool(frames),
+            f"files in stacks of {owner}": not frames or any(frame.file for frame in frames),
+            f"functions in stacks of {owner}": not frames or any(frame.function for frame in frames),
+            f"lines in stacks of {owner}": not frames or any(frame.line for frame in frames),
+        }
+    return [what for what, is_stated in stated.items() if not is_stated]

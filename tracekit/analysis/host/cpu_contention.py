@@ -13,13 +13,13 @@ from tracekit.model.run import Run
 from tracekit.model.trace import Trace, TraceFact
 
 OP_COLUMNS = schema.columns("step device activity_id name start_ns dur_ns excess_ns regular_ns")
-CPU_COLUMNS = schema.columns("step wall_ns cpu_ns")
+CPU_COLUMNS = schema.columns("step wall_ns cpu_ns processor_wait_ns")
 _MIN_CALLS = 4  # of fewer identical ops, the fastest may be slow too
 _MIN_REGULAR_RATIO = 0.3
 """Where other processes interrupt, few calls have most of the excess: 0.02 to 0.16 of it in the median call, over 40
 recordings on a busy host. Where the threads of ops compete, every call has some: 0.43 to 0.85."""
 _MIN_EXCESS_RATIO = 0.3  # caches and frequencies make identical ops differ by less
-_MIN_WAITING_RATIO = 0.08  # of the step, for which ops compute without CPU time: the thread was not scheduled
+_MIN_WAITING_RATIO = 0.08  # of the step, for which the thread was not scheduled
 
 
 @trace_fact
@@ -48,12 +48,19 @@ def op_excess(trace: Trace) -> pl.DataFrame:
 
 @trace_fact
 def cpu_times(trace: Trace) -> pl.DataFrame:
-    """Time of each profiled step, and CPU time of the process in it, by the metrics log. Columns CPU_COLUMNS."""
-    names = {conventions.STEP_TIME_METRIC: "wall_ns", conventions.CPU_TIME_METRIC: "cpu_ns"}
+    """Time of each profiled step, CPU time of the process in it, and its thread's wait for a processor (or null).
+
+    By the metrics log. Columns CPU_COLUMNS.
+    """
+    names = {
+        conventions.STEP_TIME_METRIC: "wall_ns",
+        conventions.CPU_TIME_METRIC: "cpu_ns",
+        conventions.PROCESSOR_WAIT_METRIC: "processor_wait_ns",
+    }
     rows = trace.metrics.filter(pl.col("name").is_in(list(names)), pl.col("step").is_in(trace.steps["step"].implode()))
     sums = rows.group_by("step", "name").agg(pl.col("value").last().round().cast(pl.Int64))
     parts = [sums.filter(name=name).select("step", pl.col("value").alias(column)) for name, column in names.items()]
-    return schema.conform(parts[0].join(parts[1], on="step"), CPU_COLUMNS)
+    return schema.conform(parts[0].join(parts[1], on="step").join(parts[2], on="step", how="left"), CPU_COLUMNS)
 
 
 FACTS: tuple[TraceFact, ...] = (op_excess, cpu_times)
@@ -71,6 +78,11 @@ class Processors:
     def is_oversubscribed(self) -> bool:
         """Whether ops use several threads, and all ranks together more than there are cores."""
         return self.threads > 1 and self.threads * self.ranks > self.cores
+
+    @property
+    def has_fewer_cores_than_ranks(self) -> bool:
+        """Whether a rank may use fewer cores than there are ranks: all share these, or each has some of its own."""
+        return self.ranks > self.cores
 
 
 def processors(run: Run) -> Processors | None:
@@ -92,22 +104,26 @@ def contended_ops(run: Run) -> pl.DataFrame:
     Columns window, rank, those of OP_COLUMNS; one row per op with an excess, of ranks most of whose identical ops are
     slow: a third of the excess or more is in the median call. Also, threads of all ranks outnumber the cores. Where the
     manifest does not state that, ops compute for longer than the process had CPU time: its threads were not running.
+    Where ranks outnumber the cores, those take turns of milliseconds, so that few calls have all of the excess: it is
+    enough that the threads were not running.
     """
     ops = run.table(op_excess)
     of_rank = ("window", "rank")
     times = run.table(cpu_times)
     logged = ops.join(times.select(*of_rank, "step"), on=[*of_rank, "step"], how="semi")
     computed = logged.group_by(of_rank).agg(pl.col("dur_ns").sum().alias("logged_ns"))
-    used = times.group_by(of_rank).agg(pl.col("wall_ns", "cpu_ns").sum()).join(computed, on=of_rank)
+    waited_ns = pl.when(pl.col("processor_wait_ns").null_count() == 0).then(pl.col("processor_wait_ns").sum())
+    used = times.group_by(of_rank).agg(pl.col("wall_ns", "cpu_ns").sum(), waited_ns).join(computed, on=of_rank)
     ranks = ops.group_by(of_rank).agg(pl.col("dur_ns", "excess_ns", "regular_ns").sum())
     ranks = ranks.join(used, on=of_rank, how="left")
     stated = processors(run)
-    waiting_ns = pl.col("logged_ns") - pl.col("cpu_ns")
+    waiting_ns = pl.coalesce("processor_wait_ns", pl.col("logged_ns") - pl.col("cpu_ns"))
     is_waiting = (waiting_ns >= _MIN_WAITING_RATIO * pl.col("wall_ns")).fill_null(value=False)
     is_stated = pl.lit(stated is not None and stated.is_oversubscribed)
+    is_shared = is_waiting & pl.lit(stated is not None and stated.has_fewer_cores_than_ranks)
     is_short = is_waiting if stated is None else is_stated
     is_regular = pl.col("regular_ns") >= _MIN_REGULAR_RATIO * pl.col("excess_ns")
     # Where threads are stated to outnumber the cores, even the fastest op lacks them.
     is_slow = is_stated | (pl.col("excess_ns") >= _MIN_EXCESS_RATIO * pl.col("dur_ns"))
-    contended = ranks.filter(is_short & is_regular & is_slow & (pl.col("excess_ns") > 0))
+    contended = ranks.filter((is_shared | (is_short & is_regular & is_slow)) & (pl.col("excess_ns") > 0))
     return ops.filter(pl.col("excess_ns") > 0).join(contended, on=of_rank, how="semi", maintain_order="left")

@@ -11,7 +11,7 @@ from tracekit.model.trace import Trace, TraceFact
 
 COLUMNS = schema.columns(
     "on_device steps first_step last_step span_ns activities linked phased ops operators shaped stacked collectives "
-    "sized grouped sequenced syncs allocations totals checkpoints metrics step_times",
+    "sized sent received grouped sequenced syncs allocations totals checkpoints metrics step_times",
     on_device=pl.Boolean,
 )
 MISSING_COLUMNS: dict[str, pl.DataType | type[pl.DataType]] = {
@@ -25,9 +25,9 @@ def contents(trace: Trace) -> pl.DataFrame:
 
     span_ns is from the first activity's start to the last one's end. Counts: activities, linked (with a launch), phased
     (launched in a known phase); ops, operators among them, shaped (with input shapes), stacked (Python frames);
-    collectives, sized, grouped (of a group whose ranks are known), sequenced (with a number within the group);
-    allocations, totals (those that state all allocated bytes); metrics, step_times among them; and rows of the other
-    tables.
+    collectives, sized (sent or received), sent, received (with that size), grouped (of a group whose ranks are known),
+    sequenced (with a number within the group); allocations, totals (those that state all allocated bytes); metrics,
+    step_times among them; and rows of the other tables.
     """
     work, ops, calls = trace.activities, trace.ops, trace.collectives
     steps = trace.steps["step"].drop_nulls()
@@ -48,6 +48,8 @@ def contents(trace: Trace) -> pl.DataFrame:
         "stacked": int((ops["kind"] == "python").sum()),
         "collectives": calls.height,
         "sized": calls.select(pl.max_horizontal("sent_bytes", "received_bytes").count()).item(),
+        "sent": calls["sent_bytes"].count(),
+        "received": calls["received_bytes"].count(),
         "grouped": int(calls["group"].is_in(known_groups.implode()).sum()),
         "sequenced": calls["seq"].count(),
         "totals": trace.allocations["allocated_bytes"].count(),
@@ -92,6 +94,16 @@ _CONSEQUENCES = {
         "No bandwidth, and messages of different sizes cannot be distinguished.",
         "PyTorch 2.2 or newer for NCCL; record_shapes=True for gloo",
     ),
+    "sent": (
+        pl.col("sized") > 0,
+        "Bandwidths are those of what collectives receive.",
+        "PyTorch 2.2 or newer for NCCL; record_shapes=True for gloo",
+    ),
+    "received": (
+        pl.col("sized") > 0,
+        "Bandwidths are those of what collectives send.",
+        "PyTorch 2.2 or newer for NCCL; record_shapes=True for gloo",
+    ),
     "grouped": (
         pl.col("collectives") > 0,
         "Process groups and their ranks are inferred from what ranks do together.",
@@ -131,7 +143,8 @@ _CONSEQUENCES = {
 }
 _LABELS = {
     "steps": "steps", "linked": "launches", "operators": "operators", "phased": "phases", "shaped": "input shapes",
-    "stacked": "Python stacks", "sized": "message sizes", "grouped": "process groups",
+    "stacked": "Python stacks", "sized": "message sizes",
+    "sent": "sizes of sent messages", "received": "sizes of received messages", "grouped": "process groups",
     "sequenced": "collective sequence numbers", "syncs": "synchronization events", "allocations": "memory events",
     "totals": "allocated bytes", "checkpoints": "checkpoint log", "metrics": "metrics log", "step_times": "step times",
 }  # fmt: skip

@@ -22,6 +22,7 @@ from tracekit import conventions
 from tracekit.capture import atomic_files, notices, rank_info
 from tracekit.capture.hangs import flight_recorder, threads
 from tracekit.capture.hangs.flight_recorder import MessageLog
+from tracekit.conventions import redaction
 
 SCHEMA = "tracekit.hang/1"
 TIMEOUT, ERROR, EXIT = "timeout", "error", "exit"
@@ -235,7 +236,7 @@ class HangWatch:
             }
             text = json.dumps({**dump, "tracekit": header}, separators=(",", ":"))
             with atomic_files.atomic_write(self._path) as partial:
-                partial.write_text(text, encoding="utf-8")
+                partial.write_bytes(redaction.redact(text.encode()))
             self._reason = reason
 
     def _dead_ranks(self) -> list[int]:

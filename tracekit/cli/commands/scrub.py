@@ -42,9 +42,11 @@ def document(result: "ScrubResult") -> "Document":
         for kind, (distinct, places) in result.removed.items()
     ]
     lines = [
-        f"{result.out}: {_count(len(result.files), 'file')}, checked again: no removed text is left in them",
+        f"{result.out}: {_count(len(result.files), 'file')}; read again: what was recognized is removed everywhere",
         *(f"  removed  {text}" for text in removed or ["nothing: no host, user or path found"]),
         *(f"  left out {name}: {reason}" for name, reason in result.left_out),
+        "  cannot be known: secrets without a name or known form (a password that is a plain word, a key that looks",
+        "  like a hash) and projects in names of kernels and modules: look for them, and use --remove WORD",
     ]
     return Document(([Line((text,), wraps=False) for text in lines],))
 

@@ -185,5 +185,5 @@ def whatif(
     else:
         savings = what_if.answer(run, with_causes=False)
     combined = what_if.answer_combined(run, names, gpu_hour_price=gpu_hour_price) if together else None
-    document = report.document(savings, predictions, combined, run=run.name, price=gpu_hour_price)
+    document = report.document(savings, predictions, combined, run=run.name, price=gpu_hour_price, explains=bool(names))
     table.write_document(document)

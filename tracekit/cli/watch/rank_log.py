@@ -118,6 +118,7 @@ _KNOWN_METRICS = frozenset(
         "rank",
         conventions.STEP_TIME_METRIC,
         conventions.CPU_TIME_METRIC,
+        conventions.PROCESSOR_WAIT_METRIC,
         conventions.LOSS_METRIC,
         conventions.TOKENS_METRIC,
         conventions.TOKENS_PER_GPU_METRIC,

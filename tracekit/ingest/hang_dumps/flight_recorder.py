@@ -113,7 +113,8 @@ class _Entries:
     def _call(self, index: int, entry: Mapping[str, Any]) -> Call:
         backend, name = _text(entry["profiling_name"]).rpartition(":")[::2]
         peers = _PEERS.match(name)
-        is_p2p = bool(entry.get("is_p2p", peers is not None))
+        stated_p2p = entry.get("is_p2p")
+        is_p2p = peers is not None if stated_p2p is None else bool(stated_p2p)
         collective_seq = _integer(entry["collective_seq_id"] if "collective_seq_id" in entry else entry["seq_id"])
         group, description = (_text(part) for part in tuple(entry["process_group"])[:2])
         created_ns = _time(entry.get("time_created_ns")) or 1000 * (_time(entry.get("time_created_us")) or 0)

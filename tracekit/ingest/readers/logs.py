@@ -8,6 +8,7 @@ from typing import Any
 import polars as pl
 
 from tracekit import conventions
+from tracekit.conventions import regular_files
 from tracekit.ingest import untrusted_json
 from tracekit.ingest.readers.reader import Reader, TraceInfo
 from tracekit.model import schema
@@ -93,7 +94,7 @@ def _with_throughput_of_all_ranks(line: dict[str, Any]) -> dict[str, Any]:
 def _lines(path: str) -> tuple[list[dict[str, Any]], int]:
     """Return the JSON objects of a log, and how many other lines were skipped."""
     lines, skipped = [], 0
-    for text in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
+    for text in regular_files.read_text(path, errors="replace").splitlines():
         try:
             line = untrusted_json.parse(text)
         except ValueError:

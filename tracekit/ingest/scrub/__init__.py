@@ -129,6 +129,8 @@ def _why_not(path: Path) -> str:
         return "a link"
     if path.is_dir():
         return "a folder"
+    if not path.is_file():
+        return "a pipe or device"
     if path.name == conventions.MANIFEST_FILE or path.name.endswith(_LOGS):
         return ""
     if path.name.endswith(_PICKLES):

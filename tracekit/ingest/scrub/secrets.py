@@ -5,11 +5,15 @@ for the literal at memory speed, where a pattern that starts with a choice is tr
 or a line's end, and none can match in a number.
 """
 
+import contextlib
+import ipaddress
 import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+
+from tracekit.conventions import redaction
 
 _SLASH = rb"\\?/"
 _LETTERS = rb"(?:[\w.@+%~#$!&^\x80-\xff-]++|\\u[0-9a-fA-F]{4})"
@@ -32,52 +36,52 @@ URLS = re.compile(rb":(?:\\?/){2}(?<=[A-Za-z0-9].{3})(?!<url)[^\s\"\\<>;,]+|:\\/
 LIBRARY = re.compile(rb"(?:site-packages|dist-packages|python3\.\d+)\\?/.*", re.DOTALL)
 FILE = re.compile(rb"[^/\\]*\.\w{1,12}\Z")
 
-# What follows a key that announces it, in the manifest and in headers that some programs write their environment
-# into; and the known forms of keys, wherever they stand.
-_ANNOUNCED = rb"s?\"\s*:\s*\"(?!\[redacted\]|<secret)(?P<value>(?:[^\"\\]|\\.)+)"
-SECRETS = tuple(
-    re.compile(spelling + _ANNOUNCED)
-    for word in (b"token", b"password", b"passwd", b"secret", b"credential", b"_key", b"-key", b"apikey")
-    for spelling in (word, word.upper(), word.title())
-) + tuple(
-    re.compile(rb"(?P<value>%b)" % pattern)
-    for pattern in (
-        rb"hf_[A-Za-z0-9]{30,}",
-        rb"gh[pousr]_[A-Za-z0-9]{30,}",
-        rb"github_pat_\w{30,}",
-        rb"glpat-[\w-]{20,}",
-        rb"sk-(?<![\w-]sk-)[\w-]{20,}",
-        rb"xox[a-z]-[\w-]{10,}",
-        rb"AKIA[0-9A-Z]{16}",
-    )
-)
+# Places that name users and hosts without a name before them. Names before them are those of `_identity`.
 USERS = tuple(
     re.compile(pattern)
     for pattern in (
         rb"/home\\?/(%b+)" % _LETTERS,
-        rb"/Users\\?/(%b+)" % _LETTERS,
+        rb"/[Uu]sers\\?/(%b+)" % _LETTERS,
         rb"\\Users\\\\(%b+)" % _LETTERS,
+        rb"~(?<=[\"'=:\s]~)([A-Za-z][\w.-]*)\\?/",
         rb"torchinductor_([A-Za-z][\w.-]*)",
-        rb"(?i:\"(?:user|username|user_name|login|logname|owner|started_by|created_by)\"\s*:\s*\"([^\"\\]+)\")",
     )
 )
 HOSTS = tuple(
     re.compile(pattern)
     for pattern in (
-        rb"(?i:\"(?:host|hostname|host_name|nodename|node_name|fqdn|slurmd_nodename)\"\s*:\s*\"([^\"\\]+)\")",
-        rb"(?i:\"(?:master_addr|master_address|rdzv_endpoint)\"\s*:\s*\"([^\"\\:]+))",
-        rb"(?i:--(?:master[-_]addr|rdzv[-_]endpoint)(?:=|\",\s*\"|\s+)([^\"\\\s,:]+))",
         rb"://(?<=tcp://)(?:[^@/\"\s]*@)?([A-Za-z][\w.-]*)",
         rb"://(?<=ssh://)(?:[^@/\"\s]*@)?([A-Za-z][\w.-]*)",
         rb"://(?<=grpc://)(?:[^@/\"\s]*@)?([A-Za-z][\w.-]*)",
-        rb"HOSTNAME=([\w.-]+)",
         rb"\"name\"\s*:\s*\"HH\"[^{}\n]{0,200}\"args\"\s*:\s*\{[^{}\n]*?\"name\"\s*:\s*\"([^\"\\]+)\"",  # DFTracer
+        rb"@(?<=\w@)([\w.-]+):(?=[/~]|[\w.-]+/)",  # of rsync and git
     )
 )
-_AT = re.compile(rb"@[\w-]+(?:\.[\w-]+)*\.[a-z]{2,}\b")
+_NAME_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+_NAMED = re.compile(r"(?P<name>[A-Za-z_][\w.-]*)(?:=|\s+(?<=\w)|:\s*)(?P<value>[^\s\"'=]+)")
+_USER_NAMES = frozenset(["user", "username", "uname", "login", "logname", "owner", "author", "account"])
+_USER_ENDINGS = (["started", "by"], ["created", "by"], ["submitted", "by"], ["user", "name"], ["login", "name"])
+_HOST_NAMES = frozenset((
+    "computername", "fqdn", "host", "hostlist", "hostname", "hostnames", "hosts", "nodelist", "nodename",
+    "workstation",
+))  # fmt: skip
+_HOST_ENDINGS = (["host", "name"], ["node", "name"], ["node", "list"], ["host", "list"], ["computer", "name"])
+_ADDRESS_NAMES = frozenset(["addr", "address", "endpoint", "ip", "ipaddr"])
+_OF_ADDRESS = frozenset((
+    "coordinator", "head", "host", "launch", "leader", "main", "master", "node", "ray", "rdzv", "rendezvous",
+    "scheduler", "server", "store", "topology",
+))  # fmt: skip
+_NODE_RANGE = re.compile(r"(?P<prefix>[\w.-]+)\[(?P<numbers>[\d,-]+)\](?P<suffix>[\w.-]*)")
+_MAX_NODES = 4096
+# An address of a mailbox, or a place that git, ssh or rsync reach.
+_AT = re.compile(rb"@[\w-]+(?:(?:\.[\w-]+)*\.[a-z]{2,}\b(?::[\w~./-]*/[\w./~-]+)?|[\w.-]*:(?:[/~]|[\w.-]+/)[\w./~-]*)")
 _BEFORE_AT = re.compile(rb"[\w.+-]+\Z")
 _LAST_OF_ADDRESS = re.compile(rb"\.\d{1,3}\.\d{1,3}\.\d{1,3}(?![\w.-])")
 _FIRST_OF_ADDRESS = re.compile(rb"(?<![\w.-])\d{1,3}\Z")
+_IN_IPV6 = re.compile(rb":[0-9a-fA-F]{0,4}:")
+_IPV6_BEGIN = re.compile(rb"(?<![\w:.])[0-9a-fA-F:]*\Z")
+_IPV6_END = re.compile(rb"[0-9a-fA-F:]*(?:(?<=:)\d+(?:\.\d+){3})?(?![\w:])")
+_GLOBAL_IPV6 = re.compile(rb"(?:[23][0-9a-f]{3}|f[cde][0-9a-f]{2}):", re.IGNORECASE)
 _VERSION = re.compile(rb"(?:version|driver|cudnn|nccl)[^,}]{0,40}\Z", re.IGNORECASE)
 _HARMLESS_ADDRESSES = (b"127.0.0.1", b"0.0.0.0")
 _LOOK_BACK_BYTES = 80
@@ -90,16 +94,19 @@ KINDS = {
     URL: "URL",
     ADDRESS: "IP address",
     EMAIL: "e-mail address",
-    SECRET: "value under a key that announces a secret",
+    SECRET: "secret",
 }
 
 # Names that identify nobody, or that a trace needs: they are removed only from paths.
 _COMMON = frozenset(
-    b"root user users home data admin ubuntu debian centos ec2-user azureuser runner jovyan nobody worker work job "
+    b"root git user users home data admin ubuntu debian centos ec2-user azureuser runner jovyan nobody worker work job "
     b"jobs local localhost shared public default test main gpu cpu cuda rank host node train trainer torch pytorch "
     b"python nccl gloo true false null none kernel ops step".split()
 )
 _MIN_WORD_LENGTH = 3
+_SECRET_PLACEHOLDER = b"<secret"
+_DISTINCTIVE = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[^\s\"\\<>]{8,}")
+_WORD_AND_NUMBER = re.compile(r"[A-Za-z]+[_.:/-]?\d+")
 
 
 @dataclass
@@ -110,15 +117,49 @@ class Secrets:
     """Kind of each word, by its JSON spellings."""
     _placeholders: dict[tuple[str, bytes], bytes] = field(default_factory=dict)
     _places: dict[str, int] = field(default_factory=dict)
+    _seen: set[bytes] = field(default_factory=set)
+    _identities: dict[bytes, str] = field(default_factory=dict)
+    """Strings that are names of users or hosts: USER or HOST."""
+    _redactor: redaction.Redactor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._redactor = redaction.Redactor(self._secret)
 
     def learn(self, text: bytes) -> None:
-        """Collect the users and hosts in a piece of JSON."""
+        """Collect the users, hosts and secrets in a piece of JSON."""
+        strings = set(redaction.STRING.findall(text))
+        self._redactor.redact_strings(text, strings)
         for kind, known_by in ((USER, USERS), (HOST, HOSTS)):
             for pattern in known_by:
                 for match in pattern.finditer(text):
                     self.add(kind, match[1])
         for start, end in emails(text):
             self.add(USER, text[start:end].partition(b"@")[0])
+        for raw in strings - self._seen:
+            self._learn_from(raw)
+        self._seen |= strings
+        for raw in strings & self._identities.keys():
+            for match in _values_of(raw).finditer(text):
+                for value in redaction.STRING.findall(match["value"]):
+                    self._add_identity(self._identities[raw], redaction.decode(value))
+
+    def _learn_from(self, raw: bytes) -> None:
+        """Collect the users and hosts that a string assigns to names, and note whether it is such a name itself."""
+        if raw.count(b":") > 1:
+            for start, end in _ipv6_addresses(raw):
+                self.words.setdefault(raw[start:end], ADDRESS)
+        text = redaction.decode(raw)
+        kind = _identity(text)
+        if kind:
+            self._identities[raw] = kind
+        for match in _NAMED.finditer(text):
+            kind = _identity(match["name"])
+            if kind and "(" not in match["value"]:
+                self._add_identity(kind, match["value"])
+
+    def _add_identity(self, kind: str, value: str) -> None:
+        for name in _hosts_in(value) if kind == HOST else [value.partition(":")[0]]:
+            self.add(kind, json.dumps(name, ensure_ascii=False)[1:-1].encode("utf-8", "surrogatepass"))
 
     def add(self, kind: str, word: bytes) -> None:
         """Add one word, as JSON writes it; a host also without its domain."""
@@ -129,10 +170,11 @@ class Secrets:
 
     def hide(self, text: bytes) -> bytes:
         """Return a piece of JSON with placeholders for words, folders of paths, addresses and secrets."""
-        for pattern in SECRETS:
-            text = _replace_spans(
-                text, (match.span("value") for match in pattern.finditer(text)), self._placeholder_for(SECRET)
-            )
+        before = text.count(_SECRET_PLACEHOLDER)
+        text = self._redactor.redact(text)
+        removed = text.count(_SECRET_PLACEHOLDER) - before
+        if removed:
+            self._places[SECRET] = self._places.get(SECRET, 0) + removed
         text = _replace_spans(text, emails(text), self._placeholder_for(EMAIL))
         text = _replace_spans(text, _spans(URLS, text), lambda url: url[:1] + b"//" + self._placeholder(URL, url[1:]))
         for pattern in PATHS:
@@ -152,7 +194,7 @@ class Secrets:
             URL: URLS.search(text),
             EMAIL: any(emails(text)),
             ADDRESS: any(addresses(text)),
-            SECRET: any(pattern.search(text) for pattern in SECRETS),
+            SECRET: self._redactor.redact(text) != text,
             "word": any(pattern.search(text) for pattern in word_patterns(self.words)),
         }
         return [kind for kind, is_found in leaks.items() if is_found]
@@ -170,9 +212,19 @@ class Secrets:
     def _placeholder_for(self, kind: str) -> Callable[[bytes], bytes]:
         return lambda secret: self._placeholder(kind, secret)
 
+    def _secret(self, secret: str, is_certain: bool) -> str:
+        """Placeholder of a secret; one that no other text could mean is removed wherever it stands."""
+        raw = json.dumps(secret, ensure_ascii=False)[1:-1].encode("utf-8", "surrogatepass")
+        if _DISTINCTIVE.fullmatch(secret) and (is_certain or not _WORD_AND_NUMBER.fullmatch(secret)):
+            self.add(SECRET, raw)
+        return self._named_placeholder(SECRET, raw).decode()
+
     def _placeholder(self, kind: str, secret: bytes) -> bytes:
-        """Return the placeholder of a value: the same for the same value, in all files."""
         self._places[kind] = self._places.get(kind, 0) + 1
+        return self._named_placeholder(kind, secret)
+
+    def _named_placeholder(self, kind: str, secret: bytes) -> bytes:
+        """Return the placeholder of a value: the same for the same value, in all files."""
         key = (kind, secret)
         if key not in self._placeholders:
             number = 1 + sum(secret_kind == kind for secret_kind, _ in self._placeholders)
@@ -227,6 +279,65 @@ def addresses(text: bytes) -> Iterator[tuple[int, int]]:
         is_address = numbers not in _HARMLESS_ADDRESSES and all(int(number) <= 255 for number in numbers.split(b"."))
         if is_address and not _VERSION.search(text, max(0, start - _LOOK_BACK_BYTES), start):
             yield start, end
+
+
+def _ipv6_addresses(text: bytes) -> Iterator[tuple[int, int]]:
+    """Yield start and end of each IPv6 address but that of this machine; `c10::add` is none."""
+    done = 0
+    for middle in _IN_IPV6.finditer(text):
+        if middle.start() < done:
+            continue
+        begin = _IPV6_BEGIN.search(text, max(0, middle.start() - _LOOK_BACK_BYTES), middle.start())
+        end = _IPV6_END.match(text, middle.start())
+        if not begin or not end:
+            continue
+        address = text[begin.start() : end.end()]
+        if address.count(b":") < 3 and not _GLOBAL_IPV6.match(address):
+            continue
+        with contextlib.suppress(ValueError):
+            if not ipaddress.IPv6Address(address.decode("ascii")).is_loopback:
+                done = end.end()
+                yield begin.start(), done
+
+
+def _identity(name: str) -> str:
+    """Whether a name announces a user or a host: USER, HOST or ''.
+
+    >>> [_identity(name) for name in ("SLURM_JOB_USER", "--master-addr", "SLURM_JOB_NODELIST", "num_users")]
+    ['user', 'host', 'host', '']
+    """
+    words = [word.lower() for word in _NAME_WORDS.findall(name)] if len(name) <= _LOOK_BACK_BYTES else []
+    if not words:
+        return ""
+    if words[-1] in _USER_NAMES or words[-2:] in _USER_ENDINGS:
+        return USER
+    is_address = words[-1] in _ADDRESS_NAMES and (not words[:-1] or words[-2] in _OF_ADDRESS) and len(words) > 1
+    return HOST if words[-1] in _HOST_NAMES or words[-2:] in _HOST_ENDINGS or is_address else ""
+
+
+def _values_of(name: bytes) -> re.Pattern[bytes]:
+    """Pattern of the strings that stand under a name of JSON, in an object with name and value, or after a flag."""
+    follows = rb"\s*[:,]\s*" if name.startswith(b"-") else rb"\s*(?:,\s*\"value\"\s*)?:\s*"
+    return re.compile(rb"\"%b\"%b(?P<value>\"[^\"\\]+\"|\[[^\[\]]*\])" % (re.escape(name), follows))
+
+
+def _hosts_in(value: str) -> Iterator[str]:
+    """Yield the hosts of a value: a host, with or without a port, several, or the ranges of a Slurm node list.
+
+    >>> list(_hosts_in("gpu[01-03,7],login1:29500"))
+    ['gpu[01-03,7]', 'gpu01', 'gpu02', 'gpu03', 'gpu7', 'login1']
+    """
+    for nodes in _NODE_RANGE.finditer(value):
+        yield nodes[0]
+        for numbers in nodes["numbers"].split(","):
+            first, _, last = numbers.partition("-")
+            if first.isdigit() and (not last or last.isdigit()):
+                for number in range(int(first), min(int(last or first), int(first) + _MAX_NODES) + 1):
+                    yield f"{nodes['prefix']}{number:0{len(first)}d}{nodes['suffix']}"
+    for name in re.split(r"[,\s]+", _NODE_RANGE.sub("", value)):
+        host = name.rpartition("://")[2].rpartition("@")[2].partition("/")[0].partition(":")[0]
+        if host:
+            yield host
 
 
 def word_patterns(secrets: Iterable[bytes]) -> list[re.Pattern[bytes]]:

@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from tracekit.conventions import regular_files
+
 _MOST_BYTES = 1 << 30
 _FIRST = b"\x80"
 _REMOVED = "[removed]"
@@ -18,6 +20,8 @@ _SIZES = {_SHORT_TEXT: 1, _TEXT: 4, _LONG_TEXT: 8}
 """By the instruction of a text: how many bytes its length takes."""
 _FRAME, _FRAME_BYTES = b"\x95", 9  # states how many bytes follow; a pickle is valid without it
 _STOP = b"."
+_MEMOIZE = re.compile(rb"\x94|q.|r.{4}", re.DOTALL)
+_LONGEST_NAME = 100
 # Instructions that make numbers, lists, tuples, sets and dicts of what is there, and refer to it again.
 _PLAIN = re.compile(
     rb"(?s:[(012N\x88\x89}dsu\]lae)t\x85-\x87\x8f-\x91\x94]|[Khq\x80].|M..|[Jjr].{4}|G.{8}|%b)++"
@@ -27,7 +31,7 @@ _PLAIN = re.compile(
 
 def is_pickle(path: Path) -> bool:
     """Return whether a file is a pickle, by its first byte, which no text has."""
-    with path.open("rb") as file:
+    with regular_files.open_to_read(path) as file:
         return file.read(1) == _FIRST
 
 
@@ -46,20 +50,38 @@ def why_not(path: Path) -> str:
 
 
 def texts(path: Path) -> Iterator[bytes]:
-    """Yield the distinct texts of a pickle as JSON, each a line. Raises ValueError if `why_not` has a reason."""
-    distinct = dict.fromkeys(text for text, _ in _pieces(path.read_bytes()) if text is not None)
-    yield from (json.dumps(text).encode() + b"\n" for text in distinct)
+    """Yield the distinct texts of a pickle as JSON, each a line, those that follow another as its value.
+
+    Raises ValueError if `why_not` has a reason.
+    """
+    lines = (_line(name, text) for name, text, _ in _named_texts(path) if text is not None)
+    yield from (line + b"\n" for line in dict.fromkeys(lines))
 
 
 def write(source: Path, target: Path, hide: Callable[[bytes], bytes]) -> None:
     """Write a copy of a pickle whose texts, as JSON, are what `hide` makes of them."""
-    instructions: dict[str, bytes] = {}
+    instructions: dict[tuple[str | None, str], bytes] = {}
     target.parent.mkdir(parents=True, exist_ok=True)
     with target.open("wb") as file:
-        for text, raw in _pieces(source.read_bytes()):
-            if text is not None and text not in instructions:
-                instructions[text] = _instruction(_hide(text, hide))
-            file.write(raw if text is None else instructions[text])
+        for name, text, raw in _named_texts(source):
+            if text is not None and (name, text) not in instructions:
+                instructions[name, text] = _instruction(_hide(name, text, hide))
+            file.write(raw if text is None else instructions[name, text])
+
+
+def _named_texts(path: Path) -> Iterator[tuple[str | None, str | None, bytes]]:
+    """Yield texts with the text that stands directly before, as the key of a dict does; else None and instructions."""
+    previous = None
+    for text, raw in _pieces(path.read_bytes()):
+        yield (None if text is None else previous), text, raw
+        if text is not None:
+            previous = text if len(text) <= _LONGEST_NAME else None
+        elif not _MEMOIZE.fullmatch(raw):
+            previous = None
+
+
+def _line(name: str | None, text: str) -> bytes:
+    return json.dumps(text if name is None else {name: text}).encode()
 
 
 def _pieces(data: bytes) -> Iterator[tuple[str | None, bytes]]:
@@ -95,9 +117,10 @@ def _text(data: bytes, pos: int, size_bytes: int) -> tuple[str, int]:
     return data[begin:end].decode("utf-8", "surrogatepass"), end
 
 
-def _hide(text: str, hide: Callable[[bytes], bytes]) -> str:
+def _hide(name: str | None, text: str, hide: Callable[[bytes], bytes]) -> str:
     try:
-        return str(json.loads(hide(json.dumps(text).encode())))
+        hidden = json.loads(hide(_line(name, text)))
+        return str(hidden if name is None else next(iter(hidden.values())))
     except ValueError:  # a placeholder in the place of half an escape
         return _REMOVED
 

@@ -1,6 +1,7 @@
 """Read files of any size in pieces, decompressed if gzip, split where no pattern can match across pieces."""
 
 import gzip
+import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import IO, cast
 
 from isal import igzip, isal_zlib
 
+from tracekit.conventions import regular_files
 from tracekit.errors import BadTraceError, InputError
 from tracekit.model import units
 
@@ -15,19 +17,20 @@ _GZIP_MAGIC = b"\x1f\x8b"
 _PIECE_BYTES = 4 << 20
 _MAX_PIECE_BYTES = 64 << 20
 _GZIP_LEVEL = 6
+_ESCAPE = re.compile(rb"\\.", re.DOTALL)
 _ISAL_ERROR = cast("type[Exception]", isal_zlib.error)
 
 
 def is_gzip(path: Path) -> bool:
     """Return whether a file is gzip, by its first bytes."""
-    with path.open("rb") as file:
+    with regular_files.open_to_read(path) as file:
         return file.read(2) == _GZIP_MAGIC
 
 
 def pieces(path: Path) -> Iterator[bytes]:
-    """Yield a JSON file's text in pieces that end after a line or before a quote that follows a comma.
+    """Yield a JSON file's text in pieces that end outside of strings.
 
-    No JSON string is split there. Raises BadTraceError if the file cannot be read to its end.
+    Raises BadTraceError if the file cannot be read to its end.
     """
     buffer = b""
     try:
@@ -67,5 +70,17 @@ def _open_stream(path: Path) -> IO[bytes]:
 
 
 def _safe_end(text: bytes) -> int:
-    """Place to split at: a JSON string contains no line break, and no quote directly after a comma."""
-    return max(text.rfind(b"\n") + 1, text.rfind(b',"') + 1)
+    """Place to split at, outside of strings: after the last object of a line or list, else after a line, else an item.
+
+    What a key or a flag announces stands in the same object. A JSON string has no line break, but may hold `},`.
+    """
+    for ending in (b"}\n", b"},\n", b"},", b"\n", b","):
+        end = text.rfind(ending) + len(ending)
+        if end >= len(ending) and (ending[-1:] == b"\n" or _quotes(text[:end]) % 2 == 0):
+            return end
+    return 0
+
+
+def _quotes(text: bytes) -> int:
+    """Number of quotes that begin or end a string."""
+    return text.count(b'"') if b'\\"' not in text else _ESCAPE.sub(b"", text).count(b'"')

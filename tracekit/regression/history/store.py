@@ -22,6 +22,7 @@ import duckdb
 import polars as pl
 
 from tracekit import conventions
+from tracekit.conventions import regular_files
 from tracekit.errors import InputError
 from tracekit.model import schema
 from tracekit.regression.history.entry import Commit, HistoryEntry, with_known_commit
@@ -249,7 +250,7 @@ def _locked_connection(path: Path, *, read_only: bool = False) -> duckdb.DuckDBP
 
 def _refuse_other_formats(path: Path) -> None:
     # DuckDB opens some files of other formats as databases of their own, with words that help nobody.
-    with path.open("rb") as file:
+    with regular_files.open_to_read(path) as file:
         start = file.read(_MAGIC_AT + len(_MAGIC))
     if not start.endswith(_MAGIC):
         raise InputError(f"{path}: cannot be read as a history: it is not a DuckDB file; name another")

@@ -105,6 +105,8 @@ def of_snapshot(snapshot: MemorySnapshot, device: int) -> MemoryUsage:
             f"The allocator model differs from the recording at {outcome.address_mismatches:,} of "
             f"{int((history.action == 0).sum()):,} requests."
         )
+    if unstated := _unstated(snapshot):
+        notes.append(f"The snapshot does not state {', '.join(unstated)}.")
     return MemoryUsage(
         snapshot_facts.peak_allocated_bytes(history, outcome),
         history.peak_reserved_bytes,
@@ -115,6 +117,22 @@ def of_snapshot(snapshot: MemorySnapshot, device: int) -> MemoryUsage:
         out_of_memory=out_of_memory.of_snapshot(snapshot, history),
         categories=categories_at_peak(snapshot, history, outcome),
     )
+
+
+def _unstated(snapshot: MemorySnapshot) -> list[str]:
+    """What a snapshot does not state, and without which memory has no owner, or no time."""
+    unstated = []
+    for what, rows in (("the history", snapshot.events), ("live blocks", snapshot.blocks)):
+        frames = snapshot.frames.join(snapshot.stacks.join(rows, on="stack", how="semi"), on="frame", how="semi")
+        fields = {"functions": frames["name"] != "", "files": frames["file"] != "", "lines": frames["line"] != 0}
+        # A simulation, and some versions of torch, state the stacks of blocks in the history only.
+        if frames.is_empty() and rows.height and (what == "the history" or snapshot.frames.is_empty()):
+            unstated.append(f"stacks of {what}")
+        elif frames.height:
+            unstated += [f"{name} in stacks of {what}" for name, is_stated in fields.items() if not is_stated.any()]
+    if snapshot.events.height and not snapshot.events["at_ns"].count():
+        unstated.append("times")
+    return unstated
 
 
 def snapshot_tables(snapshot: MemorySnapshot, device: int | None = None) -> dict[str, pl.DataFrame]:

@@ -182,7 +182,7 @@ def _division(value: str) -> int:
 def _of_snapshot(recorded: Mapping[object, object]) -> tuple[int, ...]:
     by_interval = [0] * INTERVALS
     for size, divisions in recorded.items():
-        index = int(str(size)).bit_length() - 1
+        index = int(str(size)).bit_length() - 1 if str(size).isdecimal() else -1
         if 0 <= index < INTERVALS and isinstance(divisions, int):
             by_interval[index] = divisions
     return tuple(by_interval)

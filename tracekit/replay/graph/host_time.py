@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import polars as pl
 
+from tracekit.analysis.compute import avoidable_time
 from tracekit.analysis.parallelism import pipeline_actions
 from tracekit.analysis.time import host_state, trace_columns
 from tracekit.model import sweep_line
@@ -152,6 +153,8 @@ def build(trace: Trace) -> tuple[pl.DataFrame, pl.DataFrame]:
     lag = (paused - until)[waits]
     own_ns = np.maximum(end - paused, 0)
     woken = _wake_up_ns(calls, start)
+    avoidable = avoidable_time.avoidable(trace).select(ref="activity_id", avoidable_ns="saved_ns", avoidable_by="cause")
+    host = host.join(avoidable, on="ref", how="left", maintain_order="left")
     nodes = host.with_columns(
         pl.Series("chain", np.arange(first_call, dtype=np.int64) - 1),
         pl.Series("chain_ns", gap_ns.sum(axis=1)),

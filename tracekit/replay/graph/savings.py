@@ -223,9 +223,10 @@ def _saving(run: Run, removals: tuple[Removal, ...]) -> Saving:
         played = [(graph, *_without(graph, removals)) for graph in graphs_of(run)]
     except InsufficientDataError as error:
         return _unknown(names, str(error))
-    from_before = any(cause.is_before_window for cause in removed)
     tables = []
     for graph, changed, then in played:
+        # On a CPU run, what the host does before the first op of a window is part of the first step.
+        from_before = not graph.on_device or any(cause.is_before_window for cause in removed)
         after = step_durations(changed, then)
         from_unchanged = step_durations(changed, then, unchanged=graph.replayed) if from_before else after
         # How much sooner the first step begins than in the unchanged replay.

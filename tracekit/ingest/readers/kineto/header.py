@@ -15,7 +15,7 @@ Header: TypeAlias = dict[str, Any]
 _SEARCH_BYTES = 256 << 20  # a file that holds no events so far in is not a trace
 _TAIL_BYTES = 1 << 20
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
-_BARE_ARRAY = re.compile(rb"\s*\[\s*(?:\{|\]\s*$)")
+_SPACES = b" \t\r\n\f\v"
 _FIRST_EVENT = re.compile(rb'\{\s*"ph"\s*:\s*"')
 _ARRAY_END = re.compile(r'\]\s*(?:,\s*"|\}\s*\Z)')
 _COMMA, _COLON, _CLOSED = re.compile(r'\s*,\s*(?=")'), re.compile(r"\s*:\s*"), re.compile(r"\s*\}\s*\Z")
@@ -32,9 +32,12 @@ def find_events(blocks: Blocks, unread: Iterator[bytes]) -> tuple[bytes, bytes, 
     """
     start = bytearray()
     searched = 0
+    opening = b""  # the first two characters but spaces: a match from the start again in each block is quadratic
     for block in unread:
         start += block
-        if _BARE_ARRAY.match(start):
+        if len(opening) < len(b"[{"):
+            opening = (opening + block.translate(None, _SPACES))[: len(b"[{")]
+        if opening == b"[{" or (opening == b"[]" and not start[start.index(b"]") + 1 :].strip()):
             return b"", bytes(start[start.index(b"[") + 1 :]), True
         match = _EVENTS_KEY.search(start, max(searched - 64, 0))
         if match:

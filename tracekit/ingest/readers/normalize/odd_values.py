@@ -34,6 +34,10 @@ _LONG_TIMES = 10
 """Times the longest duration that the same work has elsewhere."""
 _MOST_LONG_RATIO = 0.25
 """Share of a stream's activities that contain others from which on the stream runs several at once."""
+_MOST_AT_ONCE = 10
+"""Activities that a stream runs at once in the mean: one in recordings, a few where a tool has merged streams."""
+_MOST_NESTED = {"runtime": _MOST_AT_ONCE, "cpu_op": 50, "annotation": 50}
+"""Slices of a kind that a thread is in at once in the mean: 1.0, 6.7 and 10.7 at most in recordings."""
 _LONGEST_NS = 86_400 * 10**9
 """No slice takes a day and a thousand times the rest of its recording."""
 _LONGEST_SPANS = 1000
@@ -98,6 +102,7 @@ def without_odd_values(slices: Slices, names: pl.Series, odd: OddValues) -> Slic
     slices = _without_repeated(slices, odd)
     slices = _without_distant(slices, odd)
     slices = _without_absurd(slices, names, odd)
+    slices = _without_crowded_calls(slices, names, odd)
     slices = _in_launch_order(slices, odd)
     return _without_overlong_work(slices, names, odd)
 
@@ -174,18 +179,35 @@ def _without_distant(slices: Slices, odd: OddValues) -> Slices:
     if clusters is None:
         return slices
     cluster, counts, begins, ends = clusters
-    core = int(np.argmax(counts))
+    launched_with = _launches_by_cluster(slices, cluster, len(counts))
+    core = int(np.argmax(launched_with if launched_with.any() else counts))
     least_ns = max(_LEAST_DISTANCE_NS, _FAR_SPANS * int(ends[core] - begins[core]))
     is_far = np.maximum(begins[core] - ends, begins - ends[core]) > least_ns
     for which in np.flatnonzero(is_far & (counts >= _FEW_RATIO * len(start))):
         others = cluster != which
         part = slices.without(others[:hosts], others[hosts:])
-        is_far[which] = (slices.device.height > 0 and part.device.is_empty()) or not _is_window(part)
+        lacks_work = any(
+            not whole.is_empty() and rows.is_empty()
+            for whole, rows in ((slices.device, part.device), (_operators(slices), _operators(part)))
+        )
+        is_far[which] = lacks_work or not _is_window(part)
     far = is_far[cluster]
-    if far.sum() >= _MOST_RATIO * len(start):
+    # Work at the time of its calls says which times are right, even if other events are more.
+    if far.sum() >= _MOST_RATIO * len(start) and (not launched_with.any() or far[hosts:].any()):
         return slices
     odd.distant += int(far.sum())
     return slices.without(far[:hosts], far[hosts:])
+
+
+def _launches_by_cluster(slices: Slices, cluster: Ints, cluster_count: int) -> Ints:
+    """Number of device activities in each cluster whose call is in it, too."""
+    host = slices.host
+    is_call = host["kind"].to_numpy() == _KIND["runtime"]
+    of_host, of_device = cluster[: host.height], cluster[host.height :]
+    call = first_of(host["correlation"].to_numpy()[is_call], slices.device["correlation"].to_numpy())
+    launched = np.flatnonzero(call >= 0)
+    together = of_device[launched] == of_host[is_call][call[launched]]
+    return np.bincount(of_device[launched[together]], minlength=cluster_count)
 
 
 def _clusters(start: Ints, dur: Ints) -> tuple[Ints, Ints, Ints, Ints] | None:
@@ -217,6 +239,10 @@ def _has_pause(start: Ints) -> bool:
         return False
     halves = np.unique((start - start.min()) // (_LEAST_DISTANCE_NS // 2))
     return bool((np.diff(halves) > 1).any())
+
+
+def _operators(slices: Slices) -> pl.DataFrame:
+    return slices.host.filter(pl.col("kind") == _KIND["cpu_op"])
 
 
 def _is_window(slices: Slices) -> bool:
@@ -341,18 +367,52 @@ def _without_overlong_work(slices: Slices, names: pl.Series, odd: OddValues) -> 
     stream = _streams(device)
     order = nesting.order(stream, start, start + dur)
     stream, start, dur, name = stream[order], start[order], dur[order], name[order]
-    swallows = np.zeros(len(order), bool)
-    swallows[:-_LEAST_SWALLOWED] = (stream[_LEAST_SWALLOWED:] == stream[:-_LEAST_SWALLOWED]) & (
-        (start + dur)[:-_LEAST_SWALLOWED] > start[_LEAST_SWALLOWED:]
-    )
+    swallows = _swallows(stream, start, dur)
     if not swallows.any():
         return slices
     kernel_ns, stream_ns = (_longest_by(keys, dur, ~swallows) for keys in (np.stack([stream, name]), stream[None]))
     swallowing_ratio = (np.bincount(stream, swallows) / np.maximum(np.bincount(stream), 1))[stream]
     is_odd = swallows & (dur > _LONG_TIMES * np.where(kernel_ns >= 0, kernel_ns, stream_ns))
+    is_odd &= (swallowing_ratio <= _MOST_LONG_RATIO) | _is_crowded(stream, start, dur)
     flags = np.zeros(len(order), bool)
-    flags[order] = is_odd & (swallowing_ratio <= _MOST_LONG_RATIO)
+    flags[order] = is_odd
+    flags[order[~is_odd]] = _is_crowded(stream[~is_odd], start[~is_odd], dur[~is_odd])
     return _without_overlong(slices, np.zeros(slices.host.height, bool), flags, names, odd)
+
+
+def _without_crowded_calls(slices: Slices, names: pl.Series, odd: OddValues) -> Slices:
+    """Leave out the slices of a kind on threads that would be in more of them at once than nest."""
+    columns = slices.host.select(pl.col("lane", "start_ns", "dur_ns", "kind").cast(pl.Int64))
+    lane, start, dur, kind = (columns[name].to_numpy() for name in columns.columns)
+    flags = np.zeros(len(kind), bool)
+    for name, most in _MOST_NESTED.items():
+        rows = np.flatnonzero(kind == _KIND[name])
+        flags[rows] = _is_crowded(lane[rows], start[rows], dur[rows], most)
+    return _without_overlong(slices, flags, np.zeros(slices.device.height, bool), names, odd)
+
+
+def _is_crowded(lane: Ints, start: Ints, dur: Ints, most: int = _MOST_AT_ONCE) -> Flags:
+    """Flag the rows of lanes on which more than `most` run at once in the mean: those as long as any that swallow."""
+    if not len(lane):
+        return np.zeros(0, bool)
+    first, last = np.full(lane.max() + 1, start.max()), np.full(lane.max() + 1, start.min())
+    np.minimum.at(first, lane, start)
+    np.maximum.at(last, lane, start + dur)
+    at_once = np.bincount(lane, dur) / np.maximum(last - first, 1)
+    order = np.lexsort((start, lane))
+    swallows = _swallows(lane[order], start[order], dur[order])
+    least = np.full(lane.max() + 1, np.iinfo(np.int64).max)
+    np.minimum.at(least, lane[order[swallows]], dur[order[swallows]])
+    return np.asarray((at_once > most)[lane] & (dur >= least[lane]))
+
+
+def _swallows(lane: Ints, start: Ints, dur: Ints) -> Flags:
+    """Flag the rows, sorted by lane and start, that contain the starts of several later ones of their lane."""
+    flags = np.zeros(len(lane), bool)
+    flags[:-_LEAST_SWALLOWED] = (lane[_LEAST_SWALLOWED:] == lane[:-_LEAST_SWALLOWED]) & (
+        (start + dur)[:-_LEAST_SWALLOWED] > start[_LEAST_SWALLOWED:]
+    )
+    return flags
 
 
 def overlong_calls(host: Host, work_end_ns: int) -> Flags:

@@ -8,9 +8,10 @@ import polars as pl
 
 from tracekit.analysis.compute import avoidable_time
 from tracekit.analysis.parallelism import late_ranks
+from tracekit.analysis.time import host_state
 from tracekit.model.sweep_line import Flags
 from tracekit.replay.graph.causes.cause import Cause, Kind, Pricing
-from tracekit.replay.graph.causes.host import with_zero_time
+from tracekit.replay.graph.causes.host import gap_ns, with_shorter_gaps, with_zero_time
 from tracekit.replay.graph.dependency_graph import RELEASE, Graph, InsufficientDataError
 from tracekit.replay.graph.nodes import HOST
 
@@ -22,9 +23,18 @@ _STEP = ["window", "step"]
 
 
 def without_avoidable_time(graph: Graph, cause: int) -> Graph:
-    """Let kernels take as much less time as the change that avoids a cause of `avoidable_time` saves."""
+    """Let kernels take as much less time as the change that avoids a cause of `avoidable_time` saves.
+
+    What it saves beyond the time of an op of a CPU run is the pause in Python before that op.
+    """
     nodes = np.flatnonzero(graph.column("avoidable_by") == cause)
-    return graph.with_durations(nodes, np.maximum(graph.own_ns[nodes] - graph.column("avoidable_ns")[nodes], 0))
+    remaining_ns = graph.own_ns[nodes] - graph.column("avoidable_ns")[nodes]
+    shorter = graph.with_durations(nodes, np.maximum(remaining_ns, 0))
+    if graph.on_device:
+        return shorter
+    pause_ns = np.zeros(graph.count, np.int64)
+    pause_ns[nodes] = np.minimum(np.maximum(-remaining_ns, 0), gap_ns(graph, host_state.PYTHON)[nodes])
+    return with_shorter_gaps(shorter, pause_ns)
 
 
 def without_recomputation(graph: Graph) -> Graph:
@@ -98,6 +108,38 @@ PARTIAL_WAVES = Cause(
 )  # fmt: skip
 
 
+SLOW_ARITHMETIC = Cause(
+    name="slow-arithmetic", codes=("COMP006",), kind=Kind.COMPUTE,
+    transform=partial(without_avoidable_time, cause=avoidable_time.SLOW_ARITHMETIC), place=10, confidence=0.8,
+    summary="elementwise ops of a CPU run are as fast as others of their size",
+    basis="ops that take five times as long in every call as others of the same element type and size",
+)  # fmt: skip
+
+
+CASTS = Cause(
+    name="casts", codes=("COMP007",), kind=Kind.COMPUTE,
+    transform=partial(without_avoidable_time, cause=avoidable_time.CAST), place=10, confidence=0.8,
+    summary="no op of a CPU run converts element types",
+    basis="copies to another floating type",
+)  # fmt: skip
+
+
+SMALL_OPS = Cause(
+    name="small-ops", codes=("COMP008",), kind=Kind.COMPUTE,
+    transform=partial(without_avoidable_time, cause=avoidable_time.SMALL_OP), place=10, confidence=0.8,
+    summary="one op replaces hundreds of small ones",
+    basis="ops of a CPU run on less than 64 KiB, called with the same shapes 200 times in a step or more",
+)  # fmt: skip
+
+
+ANOMALY_CHECKS = Cause(
+    name="anomaly-checks", codes=("COMP009",), kind=Kind.COMPUTE,
+    transform=partial(without_avoidable_time, cause=avoidable_time.ANOMALY_CHECK), place=10, confidence=0.8,
+    summary="autograd looks for no NaN in gradients (anomaly mode)",
+    basis="ops of a CPU run that autograd calls for that after each node of backward",
+)  # fmt: skip
+
+
 RECOMPUTATION = Cause(
     name="recomputation", codes=("MEM002",), kind=Kind.COMPUTE, transform=without_recomputation,
     summary="no activation is recomputed",
@@ -154,6 +196,21 @@ def with_late_ranks(table: pl.DataFrame, ranks: tuple[int, ...]) -> pl.DataFrame
     return saved.with_columns(without_ns).select(table.columns)
 
 
+def with_even_work(graph: Graph) -> Graph:
+    """Let each rank compute as long in each step as ranks do on average: its kernels take longer or shorter by a ratio.
+
+    Raises InsufficientDataError for a single rank, and on a CPU run.
+    """
+    if not graph.on_device or graph.frame["rank"].n_unique() < 2:
+        raise InsufficientDataError("comparing ranks needs the device activity of at least two")
+    nodes = np.flatnonzero(graph.matches("kind", "compute"))
+    work = graph.frame.select("rank", "step")[nodes].with_columns(pl.Series("own_ns", graph.own_ns[nodes]))
+    sums = work.group_by("rank", "step").agg(pl.col("own_ns").sum())
+    ratios = sums.with_columns(ratio=pl.col("own_ns").mean().over("step") / pl.col("own_ns").clip(1)).drop("own_ns")
+    even = work.join(ratios, on=["rank", "step"], nulls_equal=True, maintain_order="left")
+    return graph.with_durations(nodes, (even["own_ns"] * even["ratio"]).round().cast(pl.Int64).to_numpy())
+
+
 def device_stall(graph: Graph) -> Graph:
     """Let queued work start as soon as it can, and paused kernels run through.
 
@@ -179,10 +236,9 @@ DEVICE_STALL = Cause(
 
 
 CLOCK_DROP = Cause(
-    name="clock-drop", codes=("STEP003",), kind=Kind.COMPUTE, transform=clock_drop, place=10, confidence=0.8,
-    pricing=Pricing.SOURCE,
+    name="clock-drop", codes=("STEP003",), kind=Kind.COMPUTE, transform=clock_drop, place=10, pricing=Pricing.SOURCE,
     summary="kernels are as fast as before the clock of their device dropped",
-    basis="the same kernels before and after the moment from which on all are slower",
+    basis="the same kernels outside of the time in which all are slower",
 )  # fmt: skip
 
 
@@ -191,6 +247,12 @@ STRAGGLER = Cause(
     transform=without_late_ranks, place=40, pricing=Pricing.LATE_RANKS,
     summary="no rank waits for the rank, or the group of ranks (RANK004), that arrives late",
     basis="arrivals at collectives: the ranks without which the others would wait least",
+)  # fmt: skip
+
+UNEVEN_WORK = Cause(
+    name="uneven-work", codes=("RANK003",), kind=Kind.STRAGGLERS, transform=with_even_work, place=30, confidence=0.9,
+    summary="each rank computes as long in each step as ranks do on average",
+    basis="the time of all kernels that compute, by rank and step",
 )  # fmt: skip
 
 

@@ -15,9 +15,13 @@ from tracekit.replay.graph.causes.cause import Cause, Kind, Pricing
 from tracekit.replay.graph.dependency_graph import RELEASE, Graph, InsufficientDataError
 from tracekit.replay.graph.nodes import GAP_COLUMNS, HOST, WORK
 
-_PAUSE_NS = 2_000_000
-"""On a CPU run, where the host computes, shorter pauses between ops belong to the ops."""
+PAUSE_NS = 200_000
+"""On a CPU run, where the host computes, shorter pauses between ops belong to the ops: of a healthy eager training on a
+quiet host, such pauses that recur take 1 ms of each step, whatever its size."""
 
+USUAL_QUANTILE = 0.25
+"""A pause of which three of four steps have as much is one of every step; more in every second step belongs to rules on
+what recurs."""
 MAJORITY_PAUSE_RATIO = 0.25
 """Share of the mean step from which a pause on a CPU run need occur in more than half of the steps only."""
 _SHORT_RATIO = 0.1
@@ -28,7 +32,8 @@ _SPLIT_RATIO = 0.5
 def late_launch(graph: Graph) -> Graph:
     """Remove the host's time between its calls and in launches."""
     if not graph.on_device:
-        return with_shorter_gaps(graph, _recurring(graph, gap_ns(graph, host_state.PYTHON)))
+        pauses_ns = _recurring(graph, gap_ns(graph, host_state.PYTHON))
+        return with_shorter_gaps(graph, pauses_ns, before_window=True)
     late_ns = gap_ns(graph, host_state.PYTHON, host_state.OP, host_state.LAUNCH, host_state.LOCK)
     return with_zero_time(with_shorter_gaps(graph, late_ns), in_state(graph, host_state.LAUNCH))
 
@@ -63,15 +68,21 @@ def _without_phase(graph: Graph, state: str) -> Graph:
     """
     state_ns = gap_ns(graph, state)
     shorter = with_shorter_gaps(graph, state_ns)
-    released = graph.edges.waiting[graph.edges.kind == RELEASE]  # nodes that begin with the window
-    is_first = np.zeros(graph.count, bool)
-    is_first[released[released < graph.count]] = True
+    is_first = _begin_window(graph)
     if not state_ns[is_first].any():
         return shorter
     is_single_step = graph.windows["step"].n_unique() == 1
     share = 1.0 if is_single_step else _saved_share(graph, shorter, np.where(is_first, 0, state_ns))
     counted_ns = np.where(is_first, np.round(share * state_ns), state_ns).astype(np.int64)
     return with_shorter_gaps(graph, counted_ns, before_window=True)
+
+
+def _begin_window(graph: Graph) -> Flags:
+    """Mark the nodes that begin with the window."""
+    released = graph.edges.waiting[graph.edges.kind == RELEASE]
+    is_first = np.zeros(graph.count, bool)
+    is_first[released[released < graph.count]] = True
+    return is_first
 
 
 def allocator(graph: Graph) -> Graph:
@@ -214,11 +225,11 @@ def _without_state(graph: Graph, state: str) -> Graph:
 
 
 def _recurring(graph: Graph, python_ns: Ints) -> Ints:
-    """Return the long Python pauses at the same place of every step, each with its shortest length.
+    """Return the long Python pauses at the same place of every step, each with its lower quartile.
 
     On a CPU run the host shares its cores with other processes: a pause that occurs once is not due to training. What
-    the host does before the first op of the first step is not known, so the pause there may be missing. Longer ones,
-    of a quarter of the step, need occur in more than half of the steps only.
+    the host does before the first op of the first step is not known: if all other steps pause there, it pauses as long.
+    Longer ones, of a quarter of the step, need occur in more than half of the steps only.
     """
     place = ["rank", "phase", "kind", "name", "nth"]
     in_steps = graph.frame.select("rank", "step", "start_ns", "end_ns").drop_nulls("step")
@@ -229,16 +240,21 @@ def _recurring(graph: Graph, python_ns: Ints) -> Ints:
     )
     nth = pl.int_range(pl.len()).over("rank", "step", "phase", "kind", "name").alias("nth")
     rows = graph.frame.select("at", "rank", "step", *place[1:4], nth, pause_ns=pl.Series(python_ns))
-    long = rows.filter(pl.col("step").is_not_null(), pl.col("pause_ns") >= _PAUSE_NS).join(steps, on="rank")
+    long = rows.filter(pl.col("step").is_not_null(), pl.col("pause_ns") >= PAUSE_NS).join(steps, on="rank")
     is_longer = pl.col("pause_ns") * pl.col("steps") >= MAJORITY_PAUSE_RATIO * pl.col("all_ns")
     in_most = (pl.col("step").filter(is_longer).n_unique().over(place) * 2 > pl.col("steps")) & is_longer
     seen = long.with_columns(pl.col("step").n_unique().over(place).alias("seen"), in_most.alias("in_most"))
     is_between = (pl.col("step").min().over(place) > pl.col("first_step")).cast(pl.Int64)
     in_all = pl.col("seen") == pl.col("steps") - is_between
     recurring = seen.filter(pl.col("in_most") | in_all, pl.col("seen") > 1)
-    recurring = recurring.with_columns(pl.col("pause_ns").min().over(place))
+    recurring = recurring.with_columns(pl.col("pause_ns").quantile(USUAL_QUANTILE, "lower").cast(pl.Int64).over(place))
     late = np.zeros(graph.count, np.int64)
     late[recurring["at"].to_numpy()] = recurring["pause_ns"].to_numpy()
+    begins = rows.filter(pl.Series(_begin_window(graph)), ~pl.col("at").is_in(recurring["at"].implode())).drop(
+        "pause_ns"
+    )
+    unseen = begins.join(recurring.select(*place, "pause_ns").unique(), on=place, nulls_equal=True)
+    late[unseen["at"].to_numpy()] = unseen["pause_ns"].to_numpy()
     return late
 
 

@@ -1,0 +1,85 @@
+"""Small files that unpack to much: refused before the memory is used; spaces before a trace cost what they weigh."""
+
+import gzip
+import tracemalloc
+import zipfile
+import zlib
+from pathlib import Path
+
+import pytest
+
+import tracekit
+from tests.support import kineto_files
+from tracekit.errors import BadTraceError
+from tracekit.ingest import archives
+from tracekit.ingest.readers.perfetto import packets
+
+EMPTY_PACKETS = b"\x0a\x00" * 3_000_000
+MIB = 1 << 20
+
+
+def varint(number: int) -> bytes:
+    parts = bytearray()
+    while number > 0x7F:
+        parts.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes((*parts, number))
+
+
+def packed_in_a_packet() -> bytes:
+    packed = zlib.compress(EMPTY_PACKETS)
+    field = varint(50 << 3 | 2) + varint(len(packed)) + packed
+    return b"\x0a" + varint(len(field)) + field
+
+
+@pytest.mark.parametrize("content", [gzip.compress(EMPTY_PACKETS), packed_in_a_packet()], ids=["gzip", "in a packet"])
+def test_a_trace_of_empty_packets_is_refused(tmp_path: Path, content: bytes):
+    path = tmp_path / ("rank0.pftrace.gz" if content[:2] == b"\x1f\x8b" else "rank0.pftrace")
+    path.write_bytes(content)
+    with pytest.raises(BadTraceError, match="far more packets"):
+        packets.read(str(path))
+
+
+def test_a_trace_of_packets_that_unpack_to_too_many_bytes_is_refused(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(packets, "_MIN_BYTES", MIB)
+    path = tmp_path / "rank0.pftrace.gz"
+    path.write_bytes(gzip.compress((b"\x0a\x7f" + bytes(127)) * 20_000))
+    with pytest.raises(BadTraceError, match="far more packets"):
+        packets.read(str(path))
+
+
+def test_a_member_by_bzip2_is_unpacked_in_parts(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(archives, "MIN_LIMIT_BYTES", 2 * MIB)
+    path = tmp_path / "run.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_BZIP2) as archive:
+        archive.writestr("rank0.json", b" " * (200 * MIB))
+    tracemalloc.start()
+    try:
+        with pytest.raises(BadTraceError, match="unpacks to more than"):
+            archives.unpack(path, lambda name: name.endswith(".json"))
+        assert tracemalloc.get_traced_memory()[1] < 20 * MIB
+    finally:
+        tracemalloc.stop()
+
+
+def test_members_by_bzip2_are_read_and_others_named(tmp_path: Path):
+    kineto_files.write(tmp_path / "rank0.json", kineto_files.trace(0, steps=3))
+    with zipfile.ZipFile(tmp_path / "run.zip", "w", zipfile.ZIP_BZIP2) as archive:
+        archive.write(tmp_path / "rank0.json", "rank0.json")
+        archive.writestr("rank1.json", b"{}", zipfile.ZIP_LZMA)
+    unpacked = archives.unpack(tmp_path / "run.zip", lambda name: name.endswith(".json"))
+    assert [path.name for path in unpacked.folder.iterdir()] == ["rank0.json"]
+    assert (unpacked.folder / "rank0.json").read_bytes() == (tmp_path / "rank0.json").read_bytes()
+    (problem,) = unpacked.problems
+    assert "rank1.json" in problem
+
+
+@pytest.mark.parametrize(
+    "spaces", [b" " * (5 * MIB), b"\n\t" * MIB, b"[" + b" " * (5 * MIB)], ids=["spaces", "lines", "in"]
+)
+def test_spaces_before_the_events_change_nothing(tmp_path: Path, spaces: bytes):
+    event = b'{"ph":"X","cat":"cpu_op","name":"aten::mm","ts":1,"dur":2,"pid":1,"tid":1}'
+    trace = spaces + event + b"]" if spaces[:1] == b"[" else spaces + b'{"traceEvents":[' + event + b"]}"
+    path = tmp_path / "rank0.json"
+    path.write_bytes(trace)
+    assert tracekit.load(path, cache=False).trace(0).ops["name"].to_list() == ["aten::mm"]

@@ -1,0 +1,183 @@
+"""Ops of a CPU run that take longer than they need to in every call: against the run's own rate, casts, small ones.
+
+No comparison of steps or ranks shows what every step loses. The baseline is what other ops of the same trace achieve.
+"""
+
+import numpy as np
+import polars as pl
+
+from tracekit.analysis.compute import op_bytes
+from tracekit.analysis.memory import allocations
+from tracekit.analysis.time import trace_columns
+from tracekit.model import nesting, schema
+from tracekit.model.fact import trace_fact
+from tracekit.model.memoize import memoize
+from tracekit.model.trace import Trace
+
+COLUMNS = schema.columns(
+    "device step phase activity_id op name shapes dtypes start_ns dur_ns usual_ns saved_ns", op=pl.String,
+    dtypes=pl.String,
+)  # fmt: skip
+SMALL_COLUMNS = {**COLUMNS, "line": pl.String}
+CAST_COLUMNS = schema.columns(
+    "device step phase activity_id op name shapes cast_from cast_to is_reverted start_ns dur_ns saved_ns", op=pl.String,
+    cast_from=pl.String, cast_to=pl.String, is_reverted=pl.Boolean,
+)  # fmt: skip
+_ARITHMETIC = frozenset(("add", "sub", "mul", "div", "neg", "abs", "sqrt", "lerp", "addcmul", "addcdiv", "relu"))
+"""Elementwise operators that the memory limits: on one processor they moved 13 to 25 bytes in a nanosecond."""
+_FLOATING = ("float", "double", "c10::Half", "c10::BFloat16")
+_MIN_BYTES = 64 << 10  # below, the time of a call is that of the dispatcher
+_MIN_KINDS = 3  # of calls of one size, of which the fast ones show what the machine achieves
+_FAST_SHARE = 0.75
+_SLOW_RATIO = 5
+"""Times as long as usual from which ops are slow: strided ones of healthy trainings take up to twice, denormal numbers
+take 26 times as long."""
+_MIN_CALLS = 4  # of a kind in a trace
+_SMALL_NS = 20_000
+_SMALL_BYTES = 64 << 10
+_MANY = 200  # calls of one kind in a step: loops over the parameters of a healthy model have 10 to 50
+_MAX_PAUSE_NS = 100_000  # longer pauses between ops are Python's
+_VIEWS = ("aten::split", "aten::split_with_sizes", "aten::unbind", "aten::chunk", "aten::tensor_split")
+_ANOMALY_CHECKS = ("aten::isnan", "aten::_is_any_true", "aten::any")
+_AUTOGRAD_NODE = r"^autograd::engine::evaluate_function"
+_CALL = ("name", "shapes", "dtypes", "arguments", "strides")
+
+
+@trace_fact
+@memoize
+def slow_arithmetic(trace: Trace) -> pl.DataFrame:
+    """Elementwise arithmetic of a CPU run far below the rate of other such ops of the same element type and size.
+
+    Columns COLUMNS: usual_ns (at that rate), saved_ns (beyond it); one row per call. The usual rate is the upper
+    quartile over kinds of calls (operator, shapes) of each one's median. Calls of a kind are slow if their median takes
+    five times as long as usual. Sizes are alike within a factor of 4.
+    """
+    calls = _calls(trace)
+    name = pl.col("name").str.strip_prefix("aten::").str.strip_suffix("_")
+    arithmetic = calls.filter(name.is_in(_ARITHMETIC))
+    if arithmetic.is_empty():
+        return schema.empty(COLUMNS)
+    kinds = arithmetic.group_by(_CALL, maintain_order=True).agg(pl.col("dur_ns").median().alias("median_ns"), pl.len())
+    kinds = kinds.with_columns(_moved_bytes(kinds), pl.col("dtypes").str.json_path_match("$[0]").alias("dtype")).filter(
+        pl.col("bytes") >= _MIN_BYTES, pl.col("len") >= _MIN_CALLS, pl.col("dtype").is_in(_FLOATING)
+    )
+    alike = ["dtype", pl.col("bytes").log(4).round().alias("size")]
+    rate = (pl.col("bytes") / pl.col("median_ns").clip(1)).quantile(_FAST_SHARE, "nearest")
+    rated = kinds.with_columns(rate.over(alike).alias("rate"), pl.len().over(alike).alias("kinds"))
+    usual_ns = (pl.col("bytes") / pl.col("rate")).cast(pl.Int64)
+    slow = rated.with_columns(usual_ns=usual_ns).filter(
+        pl.col("kinds") >= _MIN_KINDS, pl.col("median_ns") > _SLOW_RATIO * pl.col("usual_ns")
+    )
+    rows = arithmetic.join(slow.select(*_CALL, "usual_ns"), on=_CALL, nulls_equal=True, maintain_order="left")
+    return schema.conform(
+        rows.with_columns(op="name", saved_ns=(pl.col("dur_ns") - pl.col("usual_ns")).clip(0)), COLUMNS
+    )
+
+
+@trace_fact
+@memoize
+def casts(trace: Trace) -> pl.DataFrame:
+    """Conversions between element types of a CPU run: ops that copy a tensor to another type.
+
+    Columns CAST_COLUMNS: cast_from, cast_to, is_reverted (the next cast of its thread, or the one before, converts a
+    tensor of the same shape back), saved_ns (its whole time, and the pause of its thread before it); one row per op.
+    """
+    if trace.on_device or trace.ops["dtypes"].null_count() == trace.ops.height:
+        return schema.empty(CAST_COLUMNS)
+    launch = trace_columns.launch_rows(trace)
+    outermost = np.zeros(trace.ops.height, np.bool_)
+    outermost[launch[launch >= 0]] = True
+    around = nesting.nearest(trace_columns.parent_rows(trace), outermost)
+    copies = trace.ops.select(
+        "name", "shapes", cast_to=pl.col("dtypes").str.json_path_match("$[0]"),
+        cast_from=pl.col("dtypes").str.json_path_match("$[1]"), row=pl.Series(around),
+    ).filter(pl.col("name") == "aten::copy_", pl.col("cast_to") != pl.col("cast_from"), pl.col("row") >= 0)  # fmt: skip
+    is_tensor = ~pl.col("shapes").str.starts_with("[[]")  # numbers are cast within arithmetic
+    copies = copies.filter(is_tensor, pl.col("cast_from").is_in(_FLOATING), pl.col("cast_to").is_in(_FLOATING))
+    calls = _calls(trace).drop("shapes").join(copies.drop("name").unique("row", keep="first"), on="row")
+    calls = calls.sort("lane", "start_ns", maintain_order=True)
+    reverts = [
+        (pl.col("cast_from") == pl.col("cast_to").shift(by).over("lane"))
+        & (pl.col("cast_to") == pl.col("cast_from").shift(by).over("lane"))
+        & (pl.col("shapes") == pl.col("shapes").shift(by).over("lane"))
+        & pl.col("step").eq_missing(pl.col("step").shift(by).over("lane"))
+        for by in (1, -1)
+    ]
+    is_reverted = (reverts[0].fill_null(value=False) | reverts[1].fill_null(value=False)).alias("is_reverted")
+    return schema.conform(
+        calls.with_columns(is_reverted, op="name", saved_ns=pl.col("dur_ns") + pl.col("pause_ns")), CAST_COLUMNS
+    )
+
+
+@trace_fact
+@memoize
+def small_ops(trace: Trace) -> pl.DataFrame:
+    """Ops of a CPU run that do almost nothing, hundreds of times in a step, and those that divide tensors for them.
+
+    Columns SMALL_COLUMNS: saved_ns (its whole time, and the pause of its thread before it), line (of the program, where
+    stacks were recorded), usual_ns (null); one row per op.
+    Ops are small if a call of the same operator and shapes takes less than 20 µs in the median and moves less than 64
+    KiB; there are 200 such calls or more in the step. One op on all of the data replaces them.
+    """
+    calls = _calls(trace).sort("lane", "start_ns", maintain_order=True)
+    kind = ["step", "name", "shapes"]
+    is_many = pl.len().over(kind) >= _MANY
+    is_small = (pl.col("dur_ns").median().over(kind) < _SMALL_NS) & pl.col("dtypes").is_not_null()
+    many = calls.filter(is_many & is_small)
+    if many.is_empty():
+        return schema.empty(SMALL_COLUMNS)
+    inputs = many.select(_CALL).unique(["name", "shapes"], maintain_order=True)
+    small = inputs.with_columns(_moved_bytes(inputs)).filter(pl.col("bytes") < _SMALL_BYTES)
+    of_small = many.join(small.select("name", "shapes"), on=["name", "shapes"], how="semi")
+    loops = of_small.select("lane", "step").unique()
+    views = calls.filter(pl.col("name").is_in(_VIEWS)).join(loops, on=["lane", "step"], how="semi", nulls_equal=True)
+    chosen = pl.concat([of_small, views.select(of_small.columns)]).sort("lane", "start_ns", maintain_order=True)
+    lines = allocations.code_locations(trace, chosen["launch_id"]).select(launch_id="op_id", line="stack")
+    located = chosen.join(lines, on="launch_id", how="left", maintain_order="left")
+    saved_ns = pl.col("dur_ns") + pl.col("pause_ns")
+    return schema.conform(located.with_columns(op="name", usual_ns=None, saved_ns=saved_ns), SMALL_COLUMNS)
+
+
+@trace_fact
+@memoize
+def anomaly_checks(trace: Trace) -> pl.DataFrame:
+    """Ops of a CPU run by which autograd's anomaly mode looks for NaN in the gradients of each node of backward.
+
+    Columns COLUMNS: usual_ns (null), saved_ns (its whole time, and the pause of its thread before it); one row per op.
+    Autograd calls them itself, so that only its own slice is around them.
+    """
+    calls = _calls(trace).filter(pl.col("name").is_in(_ANOMALY_CHECKS))
+    if calls.is_empty():
+        return schema.empty(COLUMNS)
+    parent = trace_columns.parent_rows(trace)[calls["row"].to_numpy()]
+    by_engine = trace_columns.is_named(trace, _AUTOGRAD_NODE)[np.maximum(parent, 0)] & (parent >= 0)
+    checks = calls.filter(pl.Series(by_engine))
+    saved_ns = pl.col("dur_ns") + pl.col("pause_ns")
+    return schema.conform(checks.with_columns(op="name", usual_ns=None, saved_ns=saved_ns), COLUMNS)
+
+
+@memoize
+def _calls(trace: Trace) -> pl.DataFrame:
+    """Ops that compute in the steps of a CPU run, with their inputs (_CALL), row in ops, and the pause before each.
+
+    Empty where a device was recorded, or no shapes.
+    """
+    row = trace_columns.launch_rows(trace)
+    inputs = trace.ops.select("id", *_CALL[1:]).rename({"id": "launch_id"})
+    before_ns = pl.col("start_ns") - (pl.col("start_ns") + pl.col("dur_ns")).shift(1).over("lane")
+    computing = trace.activities.with_columns(pl.Series("row", row)).filter(kind="compute").sort("lane", "start_ns")
+    paused = computing.with_columns(
+        pl.when(before_ns < _MAX_PAUSE_NS).then(before_ns).otherwise(0).fill_null(0).clip(0).alias("pause_ns")
+    )
+    in_steps = paused.filter(trace.in_steps, pl.lit(not trace.on_device))
+    joined = in_steps.join(inputs, on="launch_id", how="inner", maintain_order="left").drop_nulls("shapes")
+    return joined.rename({"id": "activity_id"}).with_columns(device=pl.lit(None, pl.Int64))
+
+
+def _moved_bytes(calls: pl.DataFrame) -> pl.Series:
+    """Column bytes: what each call of a table with columns _CALL reads and writes at least, or null."""
+    moved = [
+        op_bytes.of_call(name, shapes, dtypes, arguments, strides, None)
+        for name, shapes, dtypes, arguments, strides in calls.select(_CALL).iter_rows()
+    ]
+    return pl.Series("bytes", moved, pl.Int64)

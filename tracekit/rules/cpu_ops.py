@@ -1,0 +1,207 @@
+"""Rules on ops of a CPU run that take longer than they need to in every call, however regular that is."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import polars as pl
+
+from tracekit.analysis.checkpoint import save_stages
+from tracekit.analysis.compute import cpu_ops
+from tracekit.analysis.parallelism import workload
+from tracekit.model import kernel_names, units
+from tracekit.model.run import Run
+from tracekit.model.trace import TraceFact
+from tracekit.replay.graph.causes.cause import Cause
+from tracekit.replay.graph.causes.device_time import ANOMALY_CHECKS, CASTS, SLOW_ARITHMETIC, SMALL_OPS
+from tracekit.rules import quoted_step
+from tracekit.rules.advice import Advice
+from tracekit.rules.compute import AvoidableTime
+from tracekit.rules.rule import Finding, Severity, largest_first
+
+
+@dataclass(frozen=True)
+class SlowArithmetic(AvoidableTime):
+    """Elementwise arithmetic on the CPU far below the rate that the same machine reaches.
+
+    What it does: reports steps of a CPU run in which additions, multiplications and the like take five times as long in
+    every call as others of the same element type and size in the same trace, if that is `min_saved_ratio` of the step.
+
+    Why it costs: processors compute with denormal numbers (below 1.2e-38 in 32 bits) in microcode, 10 to 100 times as
+    slowly. Tensors with large strides load a cache line for each element.
+
+    How it is measured: bytes that a call moves, by its shapes, over its median time; the usual rate is the upper
+    quartile over kinds of calls of a similar size, at least three. The saving is the time beyond that rate. Steps that
+    save are left out.
+
+    How to fix: torch.set_flush_denormal(True), in each process and thread that computes; find what underflows (very
+    small factors, an average that decays to zero, masks of -1e38); for strides .contiguous() once, before the loop.
+
+    Blind spots: needs record_shapes=True. Denormal numbers in matrix products and other ops are not judged. Values are
+    not recorded: that they are denormal is inferred from the time.
+    """
+
+    code: ClassVar[str] = "COMP006"
+    cause: ClassVar[Cause] = SLOW_ARITHMETIC
+    claim: ClassVar[str] = "Elementwise ops take many times as long as others of their size"
+    confidence: ClassVar[float] = 0.8
+    facts: ClassVar[tuple[TraceFact, ...]] = (cpu_ops.slow_arithmetic, *save_stages.FACTS)
+    min_saved_ratio: float = 0.03
+
+    def advise(self, run: Run, loss: quoted_step.StepLoss) -> tuple[str, str]:
+        """Message and fix for a loss, by the ops of the quoted step."""
+        kind, count, took_ns = _largest_kind(loss.rows(run.table(self.facts[0])))
+        return (
+            f"{units.count(count, 'call')} of {kind['op']} on {kind['shapes']} take {units.duration(took_ns)} each, "
+            f"ops of the same size and element type in this run {units.duration(kind['usual_ns'])}. Such ops lose "
+            f"{loss}. Their numbers may be denormal, or their tensors strided.",
+            "Call torch.set_flush_denormal(True) and find what underflows (tiny factors, averages that decay to zero); "
+            "if the tensors are strided, make them contiguous once.",
+        )
+
+
+@dataclass(frozen=True)
+class RepeatedCasts(AvoidableTime):
+    """Conversions between element types on the CPU, again and again.
+
+    What it does: reports steps of a CPU run in which conversions between floating types take `min_saved_ratio` of the
+    step. It is a warning if most of that time is of conversions that the next one reverts.
+
+    Why it costs: a conversion reads and writes the whole tensor and computes nothing.
+
+    How it is measured: ops that copy a tensor to another floating type, and the pause in Python before each. One is
+    reverted if the next one of its thread converts a tensor of the same shape back. Steps that save are left out.
+
+    How to fix: keep the tensor in one type, convert once outside of the loop, or let autocast cache the converted
+    weights; accumulate in 64 bits where that is needed, not everything.
+
+    Blind spots: needs record_shapes=True. Conversions that mixed precision needs look the same: without their reversal
+    they are information.
+    """
+
+    code: ClassVar[str] = "COMP007"
+    cause: ClassVar[Cause] = CASTS
+    claim: ClassVar[str] = "Tensors are converted to another element type and back"
+    facts: ClassVar[tuple[TraceFact, ...]] = (cpu_ops.casts, *save_stages.FACTS)
+    min_saved_ratio: float = 0.05
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield one finding if the worst rank's median step exceeds the threshold."""
+        sums = run.table(self.facts[0]).group_by("is_reverted").agg(pl.col("saved_ns").sum())
+        reverted_ns = sums.filter("is_reverted")["saved_ns"].sum()
+        for finding in super().check(run):
+            is_certain = 2 * reverted_ns > sums["saved_ns"].sum()
+            claim = finding.claim if is_certain else "Tensors are converted between element types"
+            yield replace(finding, severity=Severity.WARNING if is_certain else Severity.INFO, claim=claim)
+
+    def advise(self, run: Run, loss: quoted_step.StepLoss) -> tuple[str, str]:
+        """Message and fix for a loss, by the conversions of the quoted step."""
+        rows = loss.rows(run.table(self.facts[0]))
+        by_types = rows.group_by("cast_from", "cast_to").agg(pl.len(), pl.col("saved_ns").sum())
+        most = largest_first(by_types, "saved_ns", "cast_from", "cast_to").row(0, named=True)
+        reverted = int(rows["is_reverted"].sum())
+        return (
+            f"{units.count(rows.height, 'conversion')} between element types take {loss}, most of them "
+            f"{most['cast_from']} to {most['cast_to']} ({most['len']:,}). {reverted:,} are reverted by the next one or "
+            "revert the one before.",
+            "Keep these tensors in one element type, or convert them once outside of the loop; autocast caches weights "
+            "that it converts.",
+        )
+
+
+@dataclass(frozen=True)
+class SmallOps(AvoidableTime):
+    """Hundreds of ops on the CPU that do almost nothing each.
+
+    What it does: reports steps of a CPU run with 200 calls or more of an op with the same small inputs, if these take
+    `min_saved_ratio` of the step: a Python loop over parameters, rows or samples.
+
+    Why it costs: Python and the dispatcher take some microseconds for each call, whatever its size; the arithmetic of a
+    few hundred elements takes a tenth of one.
+
+    How it is measured: calls on less than 64 KiB that take less than 20 µs in the median, the pause in Python before
+    each (up to 100 µs), and the ops that divide tensors for them (split, unbind, chunk). The saving is all of that: one
+    op on the whole data takes next to nothing. Steps that save are left out.
+
+    How to fix: one op on the whole tensor instead of a loop over its parts; a flat buffer for all parameters;
+    torch._foreach_* or fused=True in optimizers; torch.vmap or batched ops; torch.compile of the loop.
+
+    Blind spots: needs record_shapes=True. The profiler adds about a microsecond to each op. On a GPU such loops make
+    the step launch-bound (HOST001).
+    """
+
+    code: ClassVar[str] = "COMP008"
+    cause: ClassVar[Cause] = SMALL_OPS
+    claim: ClassVar[str] = "A loop calls hundreds of ops that do almost nothing"
+    facts: ClassVar[tuple[TraceFact, ...]] = (cpu_ops.small_ops, workload.marks, *save_stages.FACTS)
+    min_saved_ratio: float = 0.05
+
+    def advise(self, run: Run, loss: quoted_step.StepLoss) -> tuple[str, str]:
+        """Message and fix for a loss, by the ops of the quoted step."""
+        rows = loss.rows(run.table(self.facts[0]))
+        kind, count, took_ns = _largest_kind(rows)
+        lines = rows.drop_nulls("line").group_by("line").agg(pl.col("saved_ns").sum())
+        place = ""
+        if lines.height:
+            place = (
+                f" Most are called at {kernel_names.code_line(largest_first(lines, 'saved_ns', 'line')['line'][0])}."
+            )
+        return (
+            f"{rows.height:,} small ops take {loss}, with the Python between them. {count:,} of them are "
+            f"{kind['op']} on {kind['shapes']}, {units.duration(took_ns)} each.{place}",
+            _ONE_OP.suited_to(run),
+        )
+
+
+@dataclass(frozen=True)
+class AnomalyMode(AvoidableTime):
+    """Autograd's anomaly mode, left on: a debugging aid that checks every gradient.
+
+    What it does: reports steps of a CPU run in which autograd looks for NaN after each node of backward, if that takes
+    `min_saved_ratio` of the step.
+
+    Why it costs: each gradient is read again, by two ops and a read of their result; forward records a stack for each
+    operator, too.
+
+    How it is measured: aten::isnan and what tests its result, where autograd itself calls them. Steps that save are
+    left out.
+
+    How to fix: torch.autograd.set_detect_anomaly(False); turn it on for the steps that are investigated; check the loss
+    or the norm of the gradients instead.
+
+    Blind spots: the stacks of forward are not counted. On a GPU, each read waits for the device (HOST002).
+    """
+
+    code: ClassVar[str] = "COMP009"
+    cause: ClassVar[Cause] = ANOMALY_CHECKS
+    claim: ClassVar[str] = "Autograd's anomaly mode checks every gradient for NaN"
+    confidence: ClassVar[float] = 0.9
+    facts: ClassVar[tuple[TraceFact, ...]] = (cpu_ops.anomaly_checks, *save_stages.FACTS)
+    min_saved_ratio: float = 0.03
+
+    def advise(self, run: Run, loss: quoted_step.StepLoss) -> tuple[str, str]:
+        """Message and fix for a loss, by the checks of the quoted step."""
+        checks = loss.rows(run.table(self.facts[0]))
+        count = checks.filter(op="aten::isnan").height
+        return (
+            f"Autograd checks {units.count(count, 'gradient')} for NaN, which takes {loss}: anomaly mode is on.",
+            "Turn off torch.autograd.set_detect_anomaly, or turn it on for the steps that are investigated only; check "
+            "the loss or the norm of the gradients instead.",
+        )
+
+
+_ONE_OP = Advice(
+    "Replace the loop by one op on the whole data: a flat buffer for all parameters, torch._foreach_* ops, fused=True "
+    "in the optimizer, batched ops instead of a loop over rows; or torch.compile the loop.",
+    "Replace the loop by one op on the whole data: batched ops instead of a loop over rows or samples; or "
+    "torch.compile the loop.",
+)
+
+
+def _largest_kind(rows: pl.DataFrame) -> tuple[dict[str, Any], int, int]:
+    """Kind of call with most to save, with how many there are and their median time."""
+    sums = rows.group_by("op", "shapes").agg(
+        pl.len(), pl.col("dur_ns").median().cast(pl.Int64), pl.col("saved_ns").sum(), pl.col("usual_ns").first()
+    )
+    kind = largest_first(sums, "saved_ns", "op", "shapes").row(0, named=True)
+    return kind, kind["len"], kind["dur_ns"]
