@@ -203,7 +203,7 @@ def _known(compared: Comparison, step: Change) -> str:
     if certain and abs(certain[0].certain_ns) >= _MIN_KNOWN_RATIO * step.reference:
         first = certain[0]
         more = "more" if first.certain_ns > 0 else "less"
-        return f"{_label(first)} takes at least {units.duration(abs(first.certain_ns))} {more}"
+        return f"there is at least {units.duration(abs(first.certain_ns))} {more} of {_label(first)}"
     if step.low is None or step.high is None:
         return f"with {step.reference_samples} and {step.candidate_samples} steps no interval is known"
     return f"{escaping.inert(compared.candidate, _MAX_NAME)} is {_between(step)}"

@@ -1,5 +1,6 @@
 """Findings on late ranks and slow stages name what takes longer: extra calls, a slow device, or a late host."""
 
+import random
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from tests.support import drawn_traces, operator_traces
 from tracekit.analysis.compute.excess_time import LARGER
 from tracekit.analysis.parallelism import late_ranks
 from tracekit.ingest.loader import load
-from tracekit.model import schema
+from tracekit.model import schema, units
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
 from tracekit.rules.engine import check
@@ -102,6 +103,20 @@ def with_reductions(trace: Trace, *, ranks: int) -> Trace:
 
 
 _SAMPLE_NS, _REDUCE_NS = 10_000, 20_000
+
+
+def test_the_share_and_the_saving_of_larger_inputs_of_ranks_in_turn() -> None:
+    # In each step one of four ranks, or another, has larger batches, as with sequences of different length.
+    draw = random.Random(1)
+    batches = [[draw.randint(6, 16) for _ in range(4)] for _ in range(12)]
+    (uneven,) = check(uneven_run(*([batch] * 3 for batch in batches)), [UnevenRanks()]).findings
+    assert uneven.severity is Severity.WARNING
+    assert "inputs are" in uneven.claim
+    assert "explain 100.0% of the wait" in uneven.message
+    # What balanced batches save is what the ranks wait for in the mean: the finding's own number.
+    assert f"a step would be {units.duration(uneven.cost_ns)} shorter" in uneven.message
+    savings = {3 * round((max(batch) - sum(batch) / 4) * _SAMPLE_NS) for batch in batches}
+    assert any(uneven.cost_ns == pytest.approx(saving_ns, rel=0.02) for saving_ns in savings)
 
 
 def test_single_pauses_of_ranks_in_turn_with_the_same_inputs_are_information() -> None:

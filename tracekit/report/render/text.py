@@ -2,6 +2,7 @@
 
 import functools
 import io
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -30,6 +31,7 @@ MIN_WIDTH, _RULER_WIDTH = 40, 100
 _NARROW = 100
 """A table that does not fit into fewer characters has one space between its columns."""
 _MAX_LINE = 2000
+_CUT_NUMBER = re.compile(r"(?<![\w.])[+-]?\d[\d.,]*…")
 _SIDE_WIDTH, _SIDE_GAP = 76, 4
 """The least width of a document next to others, and the space between them."""
 _LEAST_BARS = 10
@@ -243,6 +245,10 @@ def _cut_texts(texts: frozenset[str], width: int) -> Mapping[str, str]:
     forms = kernel_names.short_names(texts) if long else {}
     beginnings = {text: form if len(form) <= width else form[: max(width - 1, 0)] + "…" for text, form in forms.items()}
     middles = {text: escaping.inert(form, width) for text, form in forms.items()}
+    # A number that is cut reads as another number: [4, 128] would be [4, 12….
+    beginnings, middles = (
+        {text: _CUT_NUMBER.sub("…", form) for text, form in way.items()} for way in (beginnings, middles)
+    )
     ways = [(way, Counter(way.values())) for way in (beginnings, middles)]
     return {text: next((way[text] for way, n in ways if n[way[text]] == 1), beginnings[text]) for text in long}
 
