@@ -387,7 +387,7 @@ def _without_crowded_calls(slices: Slices, names: pl.Series, odd: OddValues) -> 
     flags = np.zeros(len(kind), bool)
     for name, most in _MOST_NESTED.items():
         rows = np.flatnonzero(kind == _KIND[name])
-        flags[rows] = _is_crowded(lane[rows], start[rows], dur[rows], most)
+        flags[rows] = _is_crowded(lane[rows], start[rows], dur[rows], most) & _cross(lane[rows], start[rows], dur[rows])
     return _without_overlong(slices, flags, np.zeros(slices.device.height, bool), names, odd)
 
 
@@ -404,6 +404,20 @@ def _is_crowded(lane: Ints, start: Ints, dur: Ints, most: int = _MOST_AT_ONCE) -
     least = np.full(lane.max() + 1, np.iinfo(np.int64).max)
     np.minimum.at(least, lane[order[swallows]], dur[order[swallows]])
     return np.asarray((at_once > most)[lane] & (dur >= least[lane]))
+
+
+def _cross(lane: Ints, start: Ints, dur: Ints) -> Flags:
+    """Flag the rows of lanes on which slices end after the one in which they start, rather than nest, more than half.
+
+    Calls may nest by the hundred in a deep recursion.
+    """
+    order = np.lexsort((-dur, start, lane))
+    lane_of, start_of, end_of = lane[order], start[order], (start + dur)[order]
+    overlaps = (lane_of[1:] == lane_of[:-1]) & (start_of[1:] < end_of[:-1])
+    crosses = overlaps & (end_of[1:] > end_of[:-1])
+    lanes = int(lane.max()) + 1 if len(lane) else 0
+    crossing, overlapping = (np.bincount(lane_of[1:][pairs], minlength=lanes) for pairs in (crosses, overlaps))
+    return np.asarray((2 * crossing > overlapping)[lane]) if lanes else np.zeros(0, bool)
 
 
 def _swallows(lane: Ints, start: Ints, dur: Ints) -> Flags:
