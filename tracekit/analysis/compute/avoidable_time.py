@@ -142,7 +142,7 @@ _FACTS: tuple[TraceFact, ...] = (
 def avoidable(trace: Trace) -> pl.DataFrame:
     """Kernels, or ops of a CPU run, that would take less time, each by its first cause.
 
-    Columns COLUMNS: cause (MISALIGNED to ANOMALY_CHECK); one row per kernel.
+    Columns COLUMNS: cause (MISALIGNED to ANOMALY_CHECK), saved_ns; one row per kernel or op.
     """
     parts = [
         kernels.select("activity_id", "saved_ns", cause=pl.lit(cause, pl.Int64))
