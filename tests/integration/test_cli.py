@@ -243,16 +243,17 @@ def test_a_closed_output_pipe_is_no_error(runs: Path) -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
-def test_an_interrupt_is_quiet(tmp_path: Path) -> None:
-    # Scrubbing a log that is a pipe waits for its writer: this test.
-    (tmp_path / "run").mkdir()
-    log = tmp_path / "run" / "rank00000.metrics.jsonl"
-    os.mkfifo(log)
-    arguments = command("scrub", tmp_path / "run", tmp_path / "out")
-    with subprocess.Popen(arguments, env=environment(), stderr=subprocess.PIPE, text=True) as process:
-        with log.open("w"):  # opens once the command has
-            process.send_signal(signal.SIGINT)
-            assert process.wait(TIMEOUT_S) == 130
+def test_an_interrupt_is_quiet(runs: Path) -> None:
+    # A query from stdin waits for its end; more of it than a pipe holds is written once the command reads.
+    arguments = command("query", runs / "good", "-")
+    with subprocess.Popen(
+        arguments, env=environment(), stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        process.stdin.write("-" * 100_000)
+        process.stdin.flush()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(TIMEOUT_S) == 130
         assert process.stderr is not None
         assert process.stderr.read() == ""
 
