@@ -34,7 +34,7 @@ _MAX_LINE = 2000
 _CUT_NUMBER = re.compile(r"(?<![\w.])[+-]?\d[\d.,]*…")
 _SIDE_WIDTH, _SIDE_GAP = 76, 4
 """The least width of a document next to others, and the space between them."""
-_LEAST_BARS = 10
+_LEAST_BARS = 6
 _WIDE, _OTHER_COLUMNS_WIDE, _OTHER_COLUMNS = 110, 90, 66  # characters, and those of the columns without bars
 
 
@@ -208,6 +208,8 @@ def _table(
     emphasized: int | None,
     right: Sequence[bool],
     gap: int,
+    *,
+    wraps_last: bool = False,
 ) -> rich.table.Table:
     """Return texts, made inert, as a table; one column stands out, and `right` says which ones are numbers."""
     table = rich.table.Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
@@ -217,7 +219,8 @@ def _table(
     for number, row in enumerate(zip(*columns, strict=True)):
         emphasis = emphases[number] if emphases else None
         styles = [_STYLES[emphasis] if emphasis and column == emphasized else "" for column in range(len(row))]
-        table.add_row(*map(_Cell, row, column_texts, styles))
+        cells: list[RenderableType] = list(map(_Cell, row, column_texts, styles))
+        table.add_row(*cells[:-1], Text(row[-1], styles[-1]) if wraps_last else cells[-1])
     return table
 
 
@@ -260,7 +263,7 @@ def _trends(trends: Trends, width: int) -> rich.table.Table:
     cells = of_trends(trends, has_interval=is_wide, bars=bars)
     texts = [_column_texts(column, LONGEST_TEXT) for column in zip(*cells.rows, strict=True)]
     right = [number in cells.numbers for number in range(len(cells.header))]
-    table = _table(cells.header, texts, cells.emphases, len(texts) - 1, right, 2)
+    table = _table(cells.header, texts, cells.emphases, len(texts) - 1, right, 2, wraps_last=True)
     for number in (0, -2):
         table.columns[number].no_wrap = True
         table.columns[number].min_width = max(map(len, texts[number]))
