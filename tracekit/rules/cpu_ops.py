@@ -192,8 +192,7 @@ class AnomalyMode(AvoidableTime):
         checks = loss.rows(run.table(self.facts[0]))
         gradients = units.count(checks.filter(op="aten::isnan").height, "gradient")
         return (
-            f"Anomaly mode is on: autograd checks {gradients} for NaN, and forward records stacks; "
-            f"that takes {loss}.",
+            f"Anomaly mode is on: autograd checks {gradients} for NaN, and forward records stacks; that takes {loss}.",
             "Turn off torch.autograd.set_detect_anomaly, or turn it on for the steps that are investigated only; check "
             "the loss or the norm of the gradients instead.",
         )
