@@ -18,6 +18,7 @@ from tracekit.replay.graph.causes.host import (
     BLOCKING_SYNC,
     DATA_LOADING,
     LATE_LAUNCH,
+    LOOP_PAUSE_NS,
     MAJORITY_PAUSE_RATIO,
     PAUSE_NS,
     USUAL_QUANTILE,
@@ -139,7 +140,15 @@ class LateLaunch(Rule):
             pl.col("step").max().alias("last_step"),
             pl.col("duration_ns").mean().alias("mean_ns"),
         )
-        pauses = late.filter(pl.col("detail") == host_state.PYTHON, pl.col("dur_ns") >= self.min_pause_ns)
+        python = late.filter(pl.col("detail") == host_state.PYTHON)
+        longest_ns = (
+            pl.when(pl.col("step").is_null())
+            .then("dur_ns")
+            .otherwise(pl.col("dur_ns").max().over(*DEVICE, "step", "phase", "name"))
+        )
+        pauses = python.filter(
+            longest_ns >= self.min_pause_ns, pl.col("dur_ns") >= min(LOOP_PAUSE_NS, self.min_pause_ns)
+        )
         pauses = pauses.join(steps, on=KEY, how="semi", nulls_equal=True)
         counted = pauses.join(counts, on=DEVICE, nulls_equal=True, maintain_order="left")
         is_longer = pl.col("dur_ns") >= MAJORITY_PAUSE_RATIO * pl.col("mean_ns")
