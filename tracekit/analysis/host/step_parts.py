@@ -61,7 +61,7 @@ def fastest_calls(trace: Trace) -> pl.DataFrame:
     the even and of the odd ones (that of all steps where these lack it).
     """
     moments = _moments(trace).filter(pl.col("device").is_null())
-    step = pl.col("step").rank("dense").fill_null(0)
+    step = (pl.col("step").rank("dense").cast(pl.Int64) - 1).fill_null(0)
     cells = moments.group_by("part", "name", "operator", "number", step.alias("step")).agg(pl.col("dur_ns").sum())
     time_ns, is_even = pl.col("dur_ns"), pl.col("step") % 2 == 0
     calls = cells.group_by("part", "name", "operator", "number").agg(
