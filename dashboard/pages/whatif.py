@@ -13,8 +13,9 @@ from dashboard.run_store.what_if import Answer, NodeSpec, Prediction, WhatIf
 from dashboard.url_state import bind, bind_number, bind_several
 from tracekit.errors import TracekitError
 from tracekit.model import escaping, units
-from tracekit.report import charts, headlines, html_fragments, phrases, rank_selection
+from tracekit.report import charts, headlines, phrases, rank_selection
 from tracekit.report import what_if as answer_text
+from tracekit.report.render import html as render_html
 
 MAX_PRICE = 10_000.0
 NOTHING, NETWORK, FEWER = "choose one", "another network", "fewer recomputed layers"
@@ -115,7 +116,7 @@ def _single_causes(run: OpenRun, answers: WhatIf) -> None:
             "Each change by itself. Savings may overlap, so do not add them up: choose several changes together below."
         )
         widgets.chart(charts.potential_savings(table), key="whatif-savings")
-        widgets.html(html_fragments.cells(answer_text.savings_cells(answers.answers)))
+        widgets.html(render_html.table(answer_text.savings_cells(answers.answers)))
         step_ns = pl.lit(answers.step_ns).alias("step_ns")
         downloads.table(table.select("cause", step_ns, pl.exclude("cause")), key="whatif")
         for (caveat,), rows in table.filter(pl.col("caveat") != "").group_by("caveat", maintain_order=True):

@@ -12,7 +12,7 @@ from tracekit.regression.gate import CheckResult, FindingStatus
 from tracekit.regression.metrics import metric_of
 from tracekit.regression.thresholds import Change, Verdict
 from tracekit.report import charts, comparison, phrases, step_verdict, text
-from tracekit.report.document import Cells
+from tracekit.report.render import html as render_html
 from tracekit.rules.rule import Finding, Severity
 
 MAX_EVIDENCE_ROWS = 8
@@ -162,12 +162,6 @@ def evidence(finding: Finding, clock: pl.DataFrame) -> str:
     return escaping.fragment("evidence", rows, finding.evidence.height - MAX_EVIDENCE_ROWS)
 
 
-def cells(part: Cells) -> str:
-    """Return a table of texts as an HTML table."""
-    right = [number in part.numbers for number in range(len(part.header))]
-    return escaping.html_table(part.header, part.rows, right=right)
-
-
 def gate_verdict(gate: CheckResult) -> str:
     """Return the verdict of a check with its causes in a coloured box; '' without a baseline and budgets."""
     if gate.comparison is None and not gate.budgets:
@@ -185,8 +179,8 @@ def gate_tables(gate: CheckResult) -> str:
     table = budgets and escaping.html_table(("", "limit", "measured", ""), budgets, right=(False, True, True, False))
     if gate.comparison is None:
         return escaping.fragment("gate_tables", gate.baseline, table, "", "", ())
-    finding_cells, metrics = text.finding_cells(gate), cells(text.metric_cells(gate, gate.comparison))
-    findings = cells(finding_cells) if finding_cells.rows else ""
+    finding_cells, metrics = text.finding_cells(gate), render_html.table(text.metric_cells(gate, gate.comparison))
+    findings = render_html.table(finding_cells) if finding_cells.rows else ""
     return escaping.fragment(
         "gate_tables", gate.baseline, table, findings, metrics, comparison.remarks(gate.comparison)
     )

@@ -42,6 +42,19 @@ def fragment(document: Document) -> str:
     return escaping.fragment("document", [section for section in sections if section])
 
 
+def table(part: Table | Cells | Trends) -> str:
+    """A table as a piece of HTML, without its style sheet."""
+    cells = of_part(part)
+    kinds = [f"tk-{emphasis.name.lower()}" if emphasis else "" for emphasis in cells.emphases] or [""] * len(cells.rows)
+    columns = range(len(cells.header))
+    return escaping.html_table(
+        [" ".join(name.split()) for name in cells.header],
+        cells.rows,
+        right=[number in cells.numbers for number in columns],
+        classes=[[kind if number == columns[cells.emphasized] else "" for number in columns] for kind in kinds],
+    )
+
+
 def _pieces(section: Sequence[Part]) -> list[tuple[str, object]]:
     """Kind and content of each piece: a line, a list of lines with marks, terms with what they mean, a table."""
     pieces: list[tuple[str, object]] = []
@@ -55,7 +68,7 @@ def _pieces(section: Sequence[Part]) -> list[tuple[str, object]]:
             elif isinstance(part, Definitions):
                 pieces.append(("definitions", [[_words(line) for line in row] for row in part.rows]))
             else:
-                pieces.append(("table", _table(part)))
+                pieces.append(("table", table(part)))
     return pieces
 
 
@@ -64,15 +77,3 @@ def _words(line: Line) -> list[tuple[str, str]]:
     words = [(word, None) if isinstance(word, str) else word for word in line.words]
     right = [(f"  {line.right}", Emphasis.STRONG)] if line.right else []
     return [(text, f"tk-{emphasis.name.lower()}" if emphasis else "") for text, emphasis in (*words, *right)]
-
-
-def _table(part: Table | Cells | Trends) -> str:
-    cells = of_part(part)
-    kinds = [f"tk-{emphasis.name.lower()}" if emphasis else "" for emphasis in cells.emphases] or [""] * len(cells.rows)
-    columns = range(len(cells.header))
-    return escaping.html_table(
-        [" ".join(name.split()) for name in cells.header],
-        cells.rows,
-        right=[number in cells.numbers for number in columns],
-        classes=[[kind if number == columns[cells.emphasized] else "" for number in columns] for kind in kinds],
-    )
