@@ -103,27 +103,16 @@ COMMANDS = {
     "export of metrics": ("export", SAMPLES / "demo-fsdp2", "--format", "prometheus", "--out", "metrics.prom"),
     "checkpoint": ("checkpoint", "verify", RECORDINGS / "distributed_checkpoint"),
     "scrub": ("scrub", RED, "scrubbed", "--force"),
-    "merge": ("merge", "merged", GREEN),
     "cache": ("cache",),
     "plan layout": ("plan", "layout", "--model", "llama2-7b", "--gpus", "16"),
     "plan pipeline": ("plan", "pipeline", "--stages", "4", "--micro-batches", "8"),
     "term": ("explain", "straggler"),
     "metric": ("explain", "step_time_ns"),
 }
-MESSAGES = (
-    "simulate",
-    "faults",
-    "export",
-    "export of metrics",
-    "scrub",
-    "cache",
-    "merge",
-    "save a baseline",
-    "checkpoint",
-)
+MESSAGES = ("simulate", "faults", "export", "export of metrics", "scrub", "cache", "save a baseline", "checkpoint")
 """Commands whose lines are as long as they are: a terminal wraps them."""
 WITHOUT_NUMBERS = (
-    *("query", "rule", "term", "metric", "merge", "faults", "export", "export of metrics", "scrub"),
+    *("query", "rule", "term", "metric", "faults", "export", "export of metrics", "scrub"),
     *("save a baseline", "add to a history"),
 )
 """What they print has no number with a unit."""
@@ -144,8 +133,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_command_is_printed_at_all_widths() -> None:
-    # A recorder prints what the training prints; the dashboard, one line with its address.
-    left_out = {"record", "dashboard"}
+    # A recorder prints what the training prints; a merge moves its files; the dashboard prints its address.
+    left_out = {"record", "merge", "dashboard"}
     assert {str(arguments[0]) for arguments in COMMANDS.values()} == set(application.COMMANDS) - left_out
 
 
