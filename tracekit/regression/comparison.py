@@ -34,6 +34,7 @@ _NOTED = ("arguments", "versions", "mesh", "simulated")
 _SeriesByMetric: TypeAlias = Mapping[str, Sequence[tuple[pl.Series, Values]]]
 """Steps and samples of each recording, by metric."""
 _WORK_UNITS = (FLOP, BYTES, COUNT)
+_MOSTLY_RATIO = 0.5
 _EXPECTED_TO_DIFFER = ("arguments.strategy", "arguments.out")
 
 
@@ -126,6 +127,16 @@ class Comparison:
         return min(1.0, before_ns / step.reference), min(1.0, after_ns / step.candidate)
 
     @property
+    def is_mostly_explained(self) -> bool:
+        """Whether other programs can explain most of the change of the step, or that it is in the other direction."""
+        step = self.step
+        if step is None or not self.disturbance.is_disturbed:
+            return False
+        explained_ns = self.explained_ns[1 if step.is_slower else 0]
+        is_reversed = step.is_slower is not (step.difference > 0)
+        return is_reversed or explained_ns > _MOSTLY_RATIO * abs(step.difference)
+
+    @property
     def step(self) -> Change | None:
         """The change of the step time, where both sides mark steps."""
         return next((change for change in self.changes if change.metric == STEP_TIME), None)
@@ -216,10 +227,11 @@ def compare_groups(
     compared = Comparison(a_name, b_name, changes, (), contributions=parts, disturbance=disturbance)
     changes = tuple(disturbance.apply(change, compared.explained_ratios) for change in changes)
     changes, separated = step_separation.decide(changes, a_tables, b_tables, ranks, thresholds)
-    compared = _decided(replace(compared, changes=changes), parts, thresholds)
-    if step is not None and disturbance.is_disturbed and disturbance.is_unknown and _is_undecided(compared):
+    undecided = replace(compared, changes=changes)
+    compared = _decided(undecided, parts, thresholds)
+    if step is not None and disturbance.is_unknown and _is_doubtful(compared):
         fastest = contributions.contributions_of_fastest(a_tables, b_tables, step, places)
-        compared = _decided(compared, fastest, thresholds) if fastest else compared
+        compared = _decided(undecided, fastest, thresholds) if fastest else compared
     changes = compared.changes
     remarks = (*notes, *rank_notes, *_clock_notes(changes, (a_name, b_name)), *separated)
     return replace(
@@ -236,8 +248,10 @@ def _decided(compared: Comparison, parts: tuple[Contribution, ...], limits: Thre
     return replace(compared, changes=changes, contributions=parts)
 
 
-def _is_undecided(compared: Comparison) -> bool:
-    return compared.step is not None and compared.step.verdict is Verdict.INCONCLUSIVE
+def _is_doubtful(compared: Comparison) -> bool:
+    """Whether other programs disturb the step and it is not decided, or they can explain most of its change."""
+    is_decided = compared.step is not None and compared.step.verdict is not Verdict.INCONCLUSIVE
+    return compared.disturbance.is_disturbed and (not is_decided or compared.is_mostly_explained)
 
 
 def _clock_notes(changes: Iterable[Change], names: tuple[str, str]) -> Iterator[str]:

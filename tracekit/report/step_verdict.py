@@ -29,7 +29,7 @@ _MOST_RATIO = 0.6
 _MIN_SHOWN_RATIO = 0.001
 """Contributions of less of the step are summed up in one row."""
 _MIN_KNOWN_RATIO = 0.01
-_VAGUE_RATIO = _MOSTLY_RATIO = 0.5
+_VAGUE_RATIO = 0.5
 _LONGER_RATIO = 0.5
 """Exposed communication grew by itself where all communication grew by this share of it."""
 
@@ -48,11 +48,11 @@ def headline(compared: Comparison) -> str:
     because = _because(compared, step)
     if compared.fastest_ns is not None:
         calls, measured = _times(*compared.fastest_ns), _times(step.reference, step.candidate)
-        worse = "slower" if _is_slower(step) else "faster"
+        worse = "slower" if step.is_slower else "faster"
         sentence = f"{b} is {worse} without other programs, by {_bounds(step)} ({calls} a step; {measured} with them)"
         return f"{sentence}: {because}" if because else sentence
-    if _is_mostly_explained(compared, step):
-        worse = "slower" if _is_slower(step) else "faster"
+    if compared.is_mostly_explained:
+        worse = "slower" if step.is_slower else "faster"
         explained = f"{b} is {worse}, by {_bounds(step)} ({times}, most of which other programs can explain)"
         return f"{explained}: {because}" if because else explained
     # A doubt says it on a line of its own.
@@ -88,7 +88,7 @@ def doubt(compared: Comparison) -> str:
             )
         ]
         return f"other programs, and waits for ranks, can explain {' and '.join(shares)}: the verdict concerns the rest"
-    is_slower = _is_slower(step)
+    is_slower = step.is_slower
     ratio = compared.disturbance.candidate_ratio if is_slower else compared.disturbance.reference_ratio
     if not ratio:
         return ""
@@ -162,7 +162,7 @@ def reasons(compared: Comparison) -> list[Contribution]:
     step = compared.step
     if step is None:
         return []
-    sign = 1 if _is_slower(step) else -1
+    sign = 1 if step.is_slower else -1
     towards = [p for p in compared.contributions if not p.is_rest and sign * p.change_ns > 0]
     towards.sort(key=lambda part: -sign * part.change_ns)
     certain = [part for part in towards if part.has_certain_part]
@@ -255,23 +255,9 @@ def _label(part: Contribution) -> str:
     return contributions.noun(part.kind, escaping.inert(part.name, _MAX_OPERATOR))
 
 
-def _is_slower(step: Change) -> bool:
-    """Return whether a change is for the worse: by its verdict, which leaves out what other programs explain."""
-    return step.verdict is Verdict.WORSE if step.verdict in (Verdict.WORSE, Verdict.BETTER) else step.difference >= 0
-
-
-def _is_mostly_explained(compared: Comparison, step: Change) -> bool:
-    """Return whether other programs can explain most of the change, or that it is in the other direction."""
-    if not compared.disturbance.is_disturbed:
-        return False
-    is_slower = _is_slower(step)
-    explained_ns = compared.explained_ns[1 if is_slower else 0]
-    return is_slower is not (step.difference > 0) or explained_ns > _MOSTLY_RATIO * abs(step.difference)
-
-
 def _factor(step: Change) -> str:
     ratio = step.difference / step.reference if step.reference else 1.0
-    return f"{_speed(ratio)} {'slower' if _is_slower(step) else 'faster'}"
+    return f"{_speed(ratio)} {'slower' if step.is_slower else 'faster'}"
 
 
 def _is_vague(step: Change) -> bool:
