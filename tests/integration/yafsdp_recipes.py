@@ -1,7 +1,7 @@
 """What training programs do with parameters and gradients by hand, drawn from public recipes. Not a test.
 
-Each recipe trains a model a few steps and returns numbers that it computes on the way. It runs on a sharded model, where
-each rank has its own batch, and on a plain one, whose loss is the mean over the ranks' batches.
+Each recipe trains a model a few steps and returns numbers that it computes on the way. It runs on a sharded model,
+where each rank has its own batch, and on a plain one, whose loss is the mean over the ranks' batches.
 """
 
 import copy
@@ -45,7 +45,7 @@ def gradients(model: nn.Module) -> Iterator[Tensor]:
     return (parameter.grad for parameter in model.parameters() if parameter.grad is not None)
 
 
-# Groups, counts and norms --------------------------------------------------------------------------------------------
+# Groups, counts and norms ---------------------------------------------------------------------------------------------
 
 
 def decay_by_dim(model: Any, loss: Loss) -> list[Any]:
@@ -120,7 +120,7 @@ def similarity_of_gradients(model: Any, loss: Loss) -> list[Any]:
     return losses(model, loss, SGD(model.parameters(), lr=0.05), project)
 
 
-# Penalties and constraints ---------------------------------------------------------------------------------------------
+# Penalties and constraints --------------------------------------------------------------------------------------------
 
 
 def penalized(penalty: Callable[[Any], Tensor]) -> Callable[[Any, Loss], list[Any]]:
@@ -153,11 +153,9 @@ def by_batch(model: Any, loss: Loss) -> list[Any]:
     """A penalty whose weight depends on the batch, and so on the rank."""
 
     def total(trained: Any, step: int) -> Tensor:
-        value = loss(trained, step)
-        return value
+        return loss(trained, step) * (1 + 0.1 * sum(p.norm() for p in trained.parameters()))  # type: ignore[no-any-return]
 
-    losses(model, total, SGD(model.parameters(), lr=0.05))
-    return []
+    return losses(model, total, SGD(model.parameters(), lr=0.05))
 
 
 def project_to_sphere(model: Any, loss: Loss) -> list[Any]:
@@ -195,7 +193,7 @@ def prune(model: Any, loss: Loss) -> list[Any]:
     return losses(model, loss, SGD(model.parameters(), lr=0.05), mask)
 
 
-# Random numbers --------------------------------------------------------------------------------------------------------
+# Random numbers -------------------------------------------------------------------------------------------------------
 
 
 def draw_weights(model: Any, loss: Loss) -> list[Any]:
@@ -230,7 +228,7 @@ def gradient_noise(model: Any, loss: Loss) -> list[Any]:
     return losses(model, loss, SGD(model.parameters(), lr=0.05), add)
 
 
-# Averages --------------------------------------------------------------------------------------------------------------
+# Averages -------------------------------------------------------------------------------------------------------------
 
 
 def average_by_hand(model: Any, loss: Loss) -> list[Any]:
@@ -277,7 +275,7 @@ def swap_weights(model: Any, loss: Loss) -> list[Any]:
     return [halved, *losses(model, loss, SGD(model.parameters(), lr=0.05))]
 
 
-# Steps by hand ---------------------------------------------------------------------------------------------------------
+# Steps by hand --------------------------------------------------------------------------------------------------------
 
 
 def sharpness_aware(model: Any, loss: Loss) -> list[Any]:
@@ -381,7 +379,7 @@ class Lion(Optimizer):
         super().__init__(parameters, {"lr": lr, "betas": betas})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # noqa: ARG002 -- as optimizers have it
+    def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
                 state = self.state[parameter]
@@ -398,7 +396,7 @@ class ClippedSgd(Optimizer):
         super().__init__(parameters, {"lr": lr, "limit": limit})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # noqa: ARG002 -- as optimizers have it
+    def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
                 scale = (group["limit"] / parameter.grad.norm()).clamp(max=1.0)
@@ -412,7 +410,7 @@ class Lars(Optimizer):
         super().__init__(parameters, {"lr": lr, "trust": trust})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # noqa: ARG002 -- as optimizers have it
+    def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
                 ratio = parameter.norm() / parameter.grad.norm() if group["trust"] else 1.0
@@ -426,13 +424,15 @@ class BlockState(Optimizer):
         super().__init__(parameters, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # noqa: ARG002 -- as optimizers have it
+    def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
                 momentum = self.state[parameter].setdefault("m", torch.zeros_like(parameter)).add_(parameter.grad)
                 if parameter.numel() > 4096:
                     blocks = momentum.flatten().split(256)
-                    momentum.copy_(torch.cat([(b / b.max() * 127).round() * b.max() / 127 for b in blocks]).view_as(momentum))
+                    momentum.copy_(
+                        torch.cat([(b / b.max() * 127).round() * b.max() / 127 for b in blocks]).view_as(momentum)
+                    )
                 parameter.add_(momentum, alpha=-group["lr"])
 
 
@@ -482,11 +482,7 @@ def set_gradients(model: Any, loss: Loss) -> list[Any]:
     return losses(model, loss, SGD(model.parameters(), lr=0.05, momentum=0.9), scale)
 
 
-# Refused ---------------------------------------------------------------------------------------------------------------
-
-
-def made_before(model: Any, loss: Loss) -> list[Any]:
-    raise NotImplementedError("needs a model that is not sharded yet")
+# Refused --------------------------------------------------------------------------------------------------------------
 
 
 def optimizer_before_sharding() -> None:
@@ -583,7 +579,7 @@ def frozen_weight_kept_by_a_function() -> None:
     BRANCHES[0][1].sum().backward()
 
 
-# All -------------------------------------------------------------------------------------------------------------------
+# All ------------------------------------------------------------------------------------------------------------------
 
 OF_TORCH: dict[str, Callable[[Any], Optimizer]] = {
     "SGD": lambda m: SGD(m.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1),
@@ -619,6 +615,7 @@ EXACT: dict[str, Callable[[Any, Loss], list[Any]]] = {
     "watched": watch,
     "gradient surgery": similarity_of_gradients,
     "near the first weights": prox,
+    "a penalty by batch": by_batch,
     "on a sphere": project_to_sphere,
     "clamped weights": clamp_weights,
     "pruned": prune,

@@ -23,6 +23,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from instrumented_trainers.parallelism.yafsdp.flat_shard import Place
 
+# As `plain_tensors`, for one call: many times a step.
+_do_plain: Callable[..., Any] = torch._C._disabled_torch_function_impl
+
 Handler: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -59,14 +62,9 @@ class Shard(Tensor):
         cls, function: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         del types  # any tensor may take part
-        name = _name(function)
-        handler = _HANDLERS.get(name)
-        if handler is None:
-            raise NotImplementedError(
-                f"YaFSDP: {name} needs the whole tensor, and a rank has only a part of it; call full_tensor() on all "
-                "ranks to read it, or change whole weights within `with model.unshard():`" + _ADVICE.get(name, "")
-            )
-        return handler(function, args, dict(kwargs or {}))
+        if (handler := _HANDLERS_OF.get(function)) is None:
+            handler = _HANDLERS_OF[function] = _HANDLERS.get(_name(function), _refuse)
+        return handler(function, args, dict(kwargs) if kwargs else {})
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise NotImplementedError(
@@ -192,13 +190,21 @@ def _first_shard(values: Iterable[Any]) -> Shard:
     return next(value for value in values if isinstance(value, Shard))
 
 
+def _refuse(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    del args, kwargs
+    name = _name(function)
+    raise NotImplementedError(
+        f"YaFSDP: {name} needs the whole tensor, and a rank has only a part of it; call full_tensor() on all ranks to "
+        f"read it, or change whole weights within `with model.unshard():`{_ADVICE.get(name, '')}"
+    )
+
+
 # Functions of every shard ---------------------------------------------------------------------------------------------
 
 
 def _on_memory(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Do what does not ask for the shape: on the tensor as it is in memory."""
-    with plain_tensors():
-        return function(*args, **kwargs)
+    return _do_plain(function, (), args, kwargs)
 
 
 def _element_wise(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -308,11 +314,10 @@ def _new(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 def _get_gradient(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the gradient as a shard; autograd leaves a plain tensor of one dim, of a loss over the shard itself."""
-    del kwargs
+    gradient = _do_plain(function, (), args, kwargs)
+    if gradient is None or isinstance(gradient, Shard):
+        return gradient
     with plain_tensors():
-        gradient = function(*args)
-        if gradient is None or isinstance(gradient, Shard):
-            return gradient
         args[0].grad = shard = Shard.of(gradient, args[0].place)
         return shard
 
@@ -372,13 +377,14 @@ def _refuse_dims(name: str, dims: object) -> None:
         raise NotImplementedError(f"YaFSDP: {name} along a dim needs the whole tensor; call full_tensor() on all ranks")
 
 
-def _wide(local: Tensor) -> Tensor:
-    """Return the values in a dtype in which parts of a sum lose nothing that the sum of all would keep."""
-    return local.float() if local.dtype in (torch.float16, torch.bfloat16) else local
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Return a dtype in which parts of a sum lose nothing that the sum of all would keep."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _sum(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    shard, local = args[0], _wide(args[0].to_local())
+    shard = args[0]
+    local = shard.to_local().to(_wide(shard.dtype))
     _refuse_dims(_name(function), args[1:] or kwargs.get("dim") or kwargs.get("axis"))
     dtype = function(torch.zeros((), dtype=local.dtype if "dtype" in kwargs else shard.dtype), **kwargs).dtype
     divisor = shard.place.part_shape.numel() if _name(function) == "mean" else 1
@@ -411,26 +417,31 @@ def _norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None) -
     """Norm of each tensor, by one collective for all shards that the same ranks have."""
     results: list[Tensor | None] = [None] * len(tensors)
     by_ranks: dict[Any, list[int]] = {}
-    for number, tensor in enumerate(tensors):
-        if isinstance(tensor, Shard):
-            place = tensor.place
-            by_ranks.setdefault((place.ranks, place.device, tensor.device, tensor.dtype), []).append(number)
-        else:
-            results[number] = torch.linalg.vector_norm(tensor, order, dtype=dtype)
-    for (*_, kind), numbers in by_ranks.items():
-        locals_ = [_wide(tensors[number].to_local()) for number in numbers]  # type: ignore[attr-defined]
-        parts = torch.stack([_local_norm(local, order, dtype) for local in locals_])
-        place = tensors[numbers[0]].place  # type: ignore[attr-defined]
-        norms = _reduced(parts, place, functools.partial(_norm_of_norms, order=order), dtype or kind)
-        for number, norm in zip(numbers, norms, strict=True):
-            results[number] = norm
+    with plain_tensors():
+        for number, tensor in enumerate(tensors):
+            if isinstance(tensor, Shard):
+                place = tensor.place
+                by_ranks.setdefault((place.ranks, place.device, tensor.device, tensor.dtype), []).append(number)
+            else:
+                results[number] = torch.linalg.vector_norm(tensor, order, dtype=dtype)
+        for (*_, kind), numbers in by_ranks.items():
+            parts = torch.stack(_local_norms([tensors[number] for number in numbers], order, dtype or _wide(kind)))
+            place = tensors[numbers[0]].place  # type: ignore[attr-defined]
+            norms = _reduced(parts, place, functools.partial(_norm_of_norms, order=order), dtype or kind)
+            for number, norm in zip(numbers, norms.unbind(), strict=True):
+                results[number] = norm
     return [norm for norm in results if norm is not None]
 
 
-def _local_norm(local: Tensor, order: float, dtype: torch.dtype | None) -> Tensor:
-    if not local.numel():  # of which torch knows no maximum
-        return local.sum(dtype=dtype) + (math.inf if order == -math.inf else 0.0)
-    return torch.linalg.vector_norm(local, order, dtype=dtype)
+def _local_norms(shards: Sequence[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:
+    if all(shard.numel() for shard in shards):
+        return list(torch._foreach_norm(list(shards), order, dtype))
+    # Of no elements torch knows no maximum.
+    empty = math.inf if order == -math.inf else 0.0
+    return [
+        torch.linalg.vector_norm(shard, order, dtype=dtype) if shard.numel() else shard.sum(dtype=dtype) + empty
+        for shard in shards
+    ]
 
 
 def _norm_of_norms(rows: Tensor, order: float) -> Tensor:
@@ -582,6 +593,9 @@ _HANDLERS: dict[str, Handler] = (
         "_amp_foreach_non_finite_check_and_unscale_": _unscale,
     }
 )
+
+_HANDLERS_OF: dict[Any, Handler] = {}
+"""The handlers by function, of those that have been called."""
 
 _ADVICE = dict.fromkeys(
     ["grad", "backward"],
