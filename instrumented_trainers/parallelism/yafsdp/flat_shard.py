@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from instrumented_trainers.parallelism.yafsdp.layout import Layout, boxes
+from instrumented_trainers.parallelism.yafsdp.rank_programs import note, waiting
 from instrumented_trainers.regions import Region
 
 
@@ -67,7 +68,8 @@ class Place:
         sent = torch.zeros(longest, dtype=local.dtype, device=self.device)
         sent[: local.numel()] = local
         received = [torch.empty_like(sent) for _ in parts]
-        dist.all_gather(received, sent, group=self.ranks)
+        note(f"gather of a {tuple(self.part_shape)}")
+        waiting(dist.all_gather, received, sent, group=self.ranks)
         full = torch.empty(self.part_shape.numel(), dtype=local.dtype, device=local.device)
         for part, values in zip(parts, received, strict=True):
             length = part.stop - part.start
@@ -116,7 +118,7 @@ class Owned:
         sent = torch.zeros(self.shape, dtype=local.dtype, device=self.device)
         if self.ranks.rank() == self.owner:
             sent.copy_(local.view(self.shape))
-        dist.broadcast(sent, group=self.ranks, group_src=self.owner)
+        waiting(dist.broadcast, sent, group=self.ranks, group_src=self.owner)
         return sent.to(local.device)
 
 

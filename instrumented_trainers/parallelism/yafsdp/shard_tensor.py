@@ -22,6 +22,7 @@ from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from instrumented_trainers.parallelism.yafsdp.flat_shard import Place
+from instrumented_trainers.parallelism.yafsdp.rank_programs import note, waiting
 
 # As `plain_tensors`, for one call: many times a step.
 _do_plain: Callable[..., Any] = torch._C._disabled_torch_function_impl
@@ -139,7 +140,8 @@ class _Gathered(torch.autograd.Function):
         ctx.place = place
         sent = numbers.to(place.device).contiguous()
         received = [torch.empty_like(sent) for _ in range(place.ranks.size())]
-        dist.all_gather(received, sent, group=place.ranks)
+        note(f"reduction of {len(numbers)} numbers of shards, such as norms")
+        waiting(dist.all_gather, received, sent, group=place.ranks)
         return torch.stack(received).to(numbers.device)
 
     @staticmethod
@@ -151,7 +153,8 @@ def _mean_over_ranks(gradient: Tensor, place: Place) -> Tensor:
     mean = gradient.to(place.device, copy=True).contiguous()
     for group in (place.ranks, place.replicas):
         if group is not None:
-            dist.all_reduce(mean, group=group)
+            note("mean of a gradient of shards")
+            waiting(dist.all_reduce, mean, group=group)
             mean /= group.size()
     return mean.to(gradient.device)
 
@@ -517,7 +520,8 @@ def _unscale(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     places = {(g.place.ranks, g.place.device): g.place for g in gradients if isinstance(g, Shard)}
     for place in places.values():
         over_ranks = found_infinity.to(place.device)
-        dist.all_reduce(over_ranks, op=dist.ReduceOp.MAX, group=place.ranks)
+        note("search of a gradient scaler for infinities")
+        waiting(dist.all_reduce, over_ranks, op=dist.ReduceOp.MAX, group=place.ranks)
         found_infinity.copy_(over_ranks)
 
 

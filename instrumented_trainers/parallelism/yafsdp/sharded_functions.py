@@ -2,7 +2,7 @@
 
 `torch.autograd._engine_run_backward` runs each backward pass: it explains errors on absent weights by the unit's name,
 and refuses gradients of shards, which are no part of any graph. `state_dict._gather_state_dict` makes state whole for
-`get_model_state_dict`, and knows DTensors only. Tried with torch 2.11 and 2.13.
+`get_model_state_dict`, and knows DTensors only. Tried with torch 2.13.
 """
 
 import functools
@@ -39,7 +39,7 @@ def _replace_once() -> None:
         if not callable(function := getattr(module, name, None)):
             raise RuntimeError(
                 f"YaFSDP: torch {torch.__version__} has no {module.__name__}.{name}, which YaFSDP needs; it was tried "
-                "with torch 2.11 and 2.13"
+                "with torch 2.13"
             )
         setattr(module, name, replaced(function))
 
