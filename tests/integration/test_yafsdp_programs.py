@@ -112,18 +112,16 @@ def run(program: Callable[[Any, Any], None]) -> str:
     return "ended"
 
 
-@functools.cache
-def outcomes() -> dict[str, process_group.Outcome]:
-    cases = {name: functools.partial(run, program) for name, program in PROGRAMS.items()}
-    return process_group.run_cases(WORLD_SIZE, cases)
+EVERYDAY = ("another micro-batch", "a norm logged by one rank", "a step on one rank")
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in EVERYDAY else pytest.mark.accuracy) for name in PROGRAMS]
+)
 def test_a_difference_is_named(name: str) -> None:
-    words = outcomes()[name].results()
-    explained = [
-        text for text in words if re.search(r"YaFSDP: (rank \d waited in vain|the ranks did not do the same)", text)
-    ]
+    # In processes of its own: gloo ends a process that receives more than it expects, and then the other one explains.
+    words = process_group.run_cases(WORLD_SIZE, {name: functools.partial(run, PROGRAMS[name])})[name].values
+    explained = [str(text) for text in words if re.search("waited in vain|the ranks did not do the same", str(text))]
     assert explained, words
     assert all("rank 0: " in text and "rank 1: " in text for text in explained if "waited in vain" in text), explained
 
