@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from tracekit.conventions import object_storage
+from tracekit.conventions import object_storage, regular_files
 from tracekit.errors import BadTraceError, InputError
 from tracekit.ingest import decompression, pickle_child, pickles, remote
 from tracekit.model import schema
@@ -51,7 +51,7 @@ def read(path: str | Path, *, cache: bool = True) -> MemorySnapshot:
 def _read(copy: Path, path: str) -> MemorySnapshot:
     try:
         packed_bytes = copy.stat().st_size if decompression.is_compressed(copy) else 0
-        file = copy.open("rb")
+        file = regular_files.open_to_read(copy)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}; check the path") from None
     with file:

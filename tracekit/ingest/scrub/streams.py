@@ -66,7 +66,9 @@ def write(path: Path, text: Iterator[bytes], *, compressed: bool) -> None:
 
 
 def _open_stream(path: Path) -> IO[bytes]:
-    return cast("IO[bytes]", igzip.open(path, "rb")) if is_gzip(path) else path.open("rb")
+    file = regular_files.open_to_read(path)
+    is_packed = file.peek(2)[:2] == _GZIP_MAGIC
+    return cast("IO[bytes]", igzip.IGzipFile(fileobj=file)) if is_packed else file
 
 
 def _safe_end(text: bytes) -> int:

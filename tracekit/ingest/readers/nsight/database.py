@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
+from tracekit.conventions import regular_files
 from tracekit.errors import BadTraceError
 from tracekit.ingest import archives
 from tracekit.ingest.decompression import Blocks
@@ -257,7 +258,7 @@ def _plain(path: str) -> Iterator[Path]:
     blocks = Blocks(path)
     content = iter(blocks)
     first = next(content, b"")
-    with Path(path).open("rb") as file:
+    with regular_files.open_to_read(path) as file:
         if file.read(len(MAGIC)) == MAGIC:
             yield Path(path)
             return
