@@ -129,16 +129,14 @@ def _bzip2_member() -> bytes:
     return bytes(data)
 
 
-def _shared_snapshot(levels: int, width: int, key: str) -> bytes:
-    shared: Any = ["x"]
-    for _ in range(levels):
-        shared = [shared] * width
+def shared_snapshot(levels: int, width: int, key: str) -> bytes:
+    """A memory snapshot with a value of `width ** levels` texts in a field of its segments."""
     block = {"size": 1, "requested_size": 1, "state": "inactive", "address": 0, "frames": []}
     segment = {
         "device": 0, "address": 0, "total_size": 512, "stream": 0, "segment_type": "small", "allocated_size": 0,
         "active_size": 0, "blocks": [block], "frames": [], "segment_pool_id": (0, 0),
     }  # fmt: skip
-    segment[key] = shared
+    segment[key] = _shared(levels, width)
     return pickle.dumps({"segments": [segment] * 100, "device_traces": [[]]})
 
 
@@ -205,7 +203,7 @@ def _seal(files: Any) -> bytes:
 _CHECK = ("check", "{folder}", "--no-cache")
 _CHECKPOINT = ("checkpoint", "verify", "{folder}")
 _MEMORY = ("memory", "{folder}/a.pickle")
-_SCRUB = ("scrub", "{folder}", "--output", "{folder}-out")
+_SCRUB = ("scrub", "{folder}", "{folder}-out")
 ROWS: Mapping[str, tuple[tuple[str, ...], Make]] = {
     "an ordinary trace, to compare": (_CHECK, _file("rank0.json", _trace)),
     "50 million empty packets by gzip": (
@@ -239,9 +237,9 @@ ROWS: Mapping[str, tuple[tuple[str, ...], Make]] = {
     "an invalid byte in a key": (
         _CHECK, _file("rank0.json", lambda: _trace().replace(b'"dur"', b'"d\xffur"', 1))
     ),
-    "snapshot with a shared pool id": (_MEMORY, _file("a.pickle", lambda: _shared_snapshot(6, 12, "segment_pool_id"))),
-    "snapshot with shared blocks": (_MEMORY, _file("a.pickle", lambda: _shared_snapshot(7, 10, "blocks"))),
-    "snapshot with a shared odd key": (_MEMORY, _file("a.pickle", lambda: _shared_snapshot(9, 10, "more"))),
+    "snapshot with a shared pool id": (_MEMORY, _file("a.pickle", lambda: shared_snapshot(6, 12, "segment_pool_id"))),
+    "snapshot with shared blocks": (_MEMORY, _file("a.pickle", lambda: shared_snapshot(7, 10, "blocks"))),
+    "snapshot with a shared odd key": (_MEMORY, _file("a.pickle", lambda: shared_snapshot(9, 10, "more"))),
     "metadata with shared names": (_CHECKPOINT, _file(".metadata", lambda: _metadata(lambda: _shared(7, 10), 100))),
     "metadata with a long shared name": (_CHECKPOINT, _file(".metadata", lambda: _metadata(lambda: "w" * MIB, 3000))),
     "checkpoint whose seal is a pipe": (_CHECKPOINT, _pipe("seal.json", {"a.pt": b"x"})),
@@ -269,7 +267,7 @@ ROWS: Mapping[str, tuple[tuple[str, ...], Make]] = {
     "settings that are /dev/zero": (
         ("check", "{folder}/rank0.json", "--config", "{folder}/s.toml"), _link("s.toml", {"rank0.json": _trace()})
     ),
-    "history that is a pipe": (("history", "show", "{folder}/h.jsonl"), _pipe("h.jsonl", {})),
+    "history that is a pipe": (("history", "show", "--db", "{folder}/h.jsonl"), _pipe("h.jsonl", {})),
     "scrub of a run with a pipe": (_SCRUB, _pipe("rank1.json", {"rank0.json": _trace()})),
     "seal with a NUL in a name": (
         _CHECKPOINT, _file("seal.json", lambda: _seal({"a\0b": {"bytes": 1, "sha256": "0"}}))

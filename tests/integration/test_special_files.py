@@ -1,6 +1,8 @@
 """Pipes, devices and folders where a file is expected: refused at once, none is waited for or read without end."""
 
 import ast
+import hashlib
+import json
 import os
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from tests.support.cli_runner import ROOT
 from tracekit.cli import settings_file
 from tracekit.conventions import regular_files
 from tracekit.errors import ConfigError, TracekitError
+from tracekit.ingest import checkpoint_files
 from tracekit.ingest.decompression import Blocks
 from tracekit.ingest.readers import logs
 from tracekit.ingest.scrub import scrub
@@ -58,6 +61,26 @@ def test_scrub_leaves_special_files_out(tmp_path: Path, special: Path):
     assert done.files == ("rank0.json",)
 
 
+@pytest.mark.parametrize("name", [".metadata", "seal.json", "model.safetensors", "a.safetensors.index.json", "a.pt"])
+def test_a_checkpoint_of_special_files_is_not_waited_for(tmp_path: Path, special: Path, name: str):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "b.pt").write_bytes(b"not a zip archive")
+    special.rename(tmp_path / "run" / name)
+    (checkpoint,) = checkpoint_files.verify(tmp_path / "run")
+    is_folder = (tmp_path / "run" / name).is_dir()  # which may be a checkpoint itself
+    problems = [(problem.file, problem.is_readable) for problem in checkpoint.problems]
+    assert problems == ([] if is_folder else [(name, False)])
+
+
+@pytest.mark.parametrize("name", ["a\0b", "a" * 5000, "a/" * 5000])
+def test_a_seal_with_a_name_that_no_file_has_is_damaged(tmp_path: Path, name: str):
+    seal = {"files": {name: {"bytes": 1, "sha256": "0"}}}
+    digest = hashlib.sha256(json.dumps(seal, sort_keys=True).encode()).hexdigest()
+    (tmp_path / "seal.json").write_text(json.dumps({**seal, "sha256": digest}))
+    (checkpoint,) = checkpoint_files.verify(tmp_path)
+    assert [problem.file for problem in checkpoint.problems] == [name]
+
+
 ROOMS = ("tracekit", "dashboard")
 # Files that no input of others is: of the installation, of the kernel, in tracekit's own cache, or open for writing.
 OPENERS = {
@@ -67,7 +90,6 @@ OPENERS = {
     "dashboard/uploads.py",  # writes
     "tracekit/capture/atomic_files.py",  # writes
     "tracekit/capture/checkpoints/io_counters.py",  # the folder of a mount, for its number
-    "tracekit/capture/checkpoints/storage_streams.py",  # what the training opens
     "tracekit/capture/hangs/threads.py",  # /proc
     "tracekit/capture/hangs/watch.py",  # writes; /proc
     "tracekit/capture/manifest.py",  # /proc, /sys
@@ -76,7 +98,6 @@ OPENERS = {
     "tracekit/cli/output.py",  # writes
     "tracekit/conventions/regular_files.py",
     "tracekit/ingest/archives.py",  # members; writes
-    "tracekit/ingest/checkpoint_files/formats.py",  # members
     "tracekit/ingest/disk_cache.py",  # its own files, with a check of the owner
     "tracekit/ingest/remote.py",  # behind URLs; writes
     "tracekit/ingest/scrub/snapshots.py",  # writes
@@ -115,13 +136,11 @@ def opens_a_file(node: ast.AST) -> bool:
     return node.func.attr in OPENS or (node.func.attr == "open" and "os." in ast.unparse(node.func)) or has_mode(node)
 
 
+MODES = {"rb", "r", "wb", "w", "ab", "xb", "x"}
+
+
 def has_mode(call: ast.Call) -> bool:
-    modes = [
-        value.value
-        for value in (*call.args, *(word.value for word in call.keywords))
-        if isinstance(value, ast.Constant)
-    ]
+    values = [*call.args, *(word.value for word in call.keywords)]
+    modes = {value.value for value in values if isinstance(value, ast.Constant)}
     is_text = any(word.arg == "encoding" for word in call.keywords)
-    return ast.unparse(call.func).endswith(".open") and (
-        is_text or any(mode in ("rb", "r", "wb", "w", "ab", "xb", "x") for mode in modes)
-    )
+    return ast.unparse(call.func).endswith(".open") and (is_text or bool(modes & MODES))

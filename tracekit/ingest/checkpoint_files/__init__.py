@@ -46,7 +46,7 @@ def _folders(folder: Path, *, depth: int) -> Iterator[Path]:
         children = sorted(folder.iterdir())
     except OSError as error:
         raise InputError(f"{folder}: cannot be read: {error.strerror}") from None
-    if any(child.name in _NAMES or child.name.endswith(_SUFFIXES) for child in children if child.is_file()):
+    if any(child.name in _NAMES or child.name.endswith(_SUFFIXES) for child in children if not child.is_dir()):
         yield folder
     for child in children:
         if depth < _MAX_DEPTH and child.is_dir() and not child.is_symlink():
@@ -54,7 +54,7 @@ def _folders(folder: Path, *, depth: int) -> Iterator[Path]:
 
 
 def _parts(folder: Path) -> list[Part]:
-    names = sorted(child.name for child in folder.iterdir() if child.is_file())
+    names = sorted(child.name for child in folder.iterdir() if not child.is_dir())  # a pipe is damage
     parts = []
     if _SEAL_FILE in names:
         return [_check_seal(folder)]

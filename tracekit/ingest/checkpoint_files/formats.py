@@ -339,8 +339,9 @@ def _against_index(folder: Path, index: str, tensors: Mapping[str, set[str]], da
     for tensor, file in places:
         by_file.setdefault(str(file), []).append(tensor)
     problems = []
+    files = {path.name for path in folder.iterdir()}
     for file, names in sorted(by_file.items()):
-        if not (folder / file).is_file():
+        if file not in files:
             problems.append(problem(file, f"is missing: {index} looks there for {len(names)} tensors"))
         elif file in tensors and (lost := [name for name in names if name not in tensors[file]]):
             problems.append(problem(file, f"lacks {lost[0]} and {len(lost) - 1} more tensors of {index}"))

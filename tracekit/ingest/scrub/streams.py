@@ -11,6 +11,7 @@ from isal import igzip, isal_zlib
 
 from tracekit.conventions import regular_files
 from tracekit.errors import BadTraceError, InputError
+from tracekit.ingest.budget import Budget
 from tracekit.model import units
 
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -35,7 +36,9 @@ def pieces(path: Path) -> Iterator[bytes]:
     buffer = b""
     try:
         with _open_stream(path) as file:
+            budget = Budget.of_file(str(path), path.stat().st_size)
             while block := file.read(_PIECE_BYTES):
+                budget.unpack(len(block))
                 buffer += block
                 end = _safe_end(buffer)
                 if end:

@@ -54,6 +54,7 @@ class Scan:
         self.damage.header = not is_complete
         has_events = False
         for batch in self._batches(buffer, unread, blocks):
+            blocks.budget.build(len(batch))
             has_events = has_events or bool(batch)
             yield batch
         if not has_events and (self.damage.truncated or self.damage.lost_bytes):
