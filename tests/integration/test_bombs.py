@@ -7,6 +7,7 @@ import zipfile
 import zlib
 from pathlib import Path
 
+import polars as pl
 import pytest
 
 import tracekit
@@ -133,3 +134,12 @@ def test_archives_in_an_archive_and_long_names_are_said(tmp_path: Path):
 
 
 WORDS = ("archive itself", "too long", "leads out")
+
+
+@pytest.mark.parametrize("place", ['"dur"', '"name"', '"kernel"', '"args"'])
+def test_a_stray_byte_in_a_key_or_value_is_said(tmp_path: Path, place: str):
+    trace = json.dumps(kineto_files.trace(0, steps=3)).encode()
+    stray = place[:2].encode() + b"\xff" + place[2:].encode()
+    (tmp_path / "rank0.json").write_bytes(trace.replace(place.encode(), stray, 1))
+    issues = tracekit.load(tmp_path, cache=False).trace(0).data_quality
+    assert issues.filter(pl.col("message").str.contains("UTF-8")).height, issues["message"].to_list()
