@@ -561,7 +561,7 @@ def _worse_of_crossing(host: Host, times: npt.NDArray[np.float64]) -> Ints:
 
 
 def _swallowing_operators(host: Host, times: npt.NDArray[np.float64]) -> Ints:
-    """Long operators with several distinct ones in them that hardly another call of theirs contains, but that follow it.
+    """Long operators with several distinct ones in them that hardly any other call of theirs contains: these follow it.
 
     What an operator calls, it calls again; a duration that is too long contains what follows the call.
     """
