@@ -11,12 +11,14 @@ from tracekit.model.run import Run
 from tracekit.model.trace import Trace
 
 US = 1000
+NODE = "autograd::engine::evaluate_function: AddBackward0"
 
 
 class Op(NamedTuple):
     """A call: its operator, its time, the shape of its tensor, its element type, that to which it copies ("").
 
-    `node` is the slice of autograd around it ("").
+    `node` is the slice of autograd around it (""), `inner` an op with an argument that takes all but `self_us` of its
+    time (""). Where `is_needed`, backward refers to it.
     """
 
     name: str
@@ -25,6 +27,10 @@ class Op(NamedTuple):
     dtype: str = "float"
     cast_to: str = ""
     node: str = ""
+    inner: str = ""
+    argument: str = "0"
+    self_us: int = 0
+    is_needed: bool = False
 
 
 def trace(ops: Sequence[Op], steps: int = 4, pause_us: int = 1) -> Trace:
@@ -46,6 +52,11 @@ def trace(ops: Sequence[Op], steps: int = 4, pause_us: int = 1) -> Trace:
             calls.append(call | {"shapes": shapes, "dtypes": f'["{op.dtype}", "{op.dtype}", "Scalar"]'})
             activity = {name: call[name] for name in ("lane", "name", "step", "start_ns", "dur_ns")}
             activities.append(activity | {"id": number, "launch_id": number, "kind": "compute"})
+            if op.inner:
+                inner = call | {"id": number + 1, "parent_id": number, "name": op.inner, "shapes": shapes}
+                calls.append(inner | {"dur_ns": (op.us - op.self_us) * US, "arguments": f"[null, {op.argument}]"})
+            if op.is_needed:
+                calls.append(call | {"id": len(calls), "parent_id": None, "name": NODE, "forward_id": number})
             if op.cast_to:
                 inner = call | {"id": number + 1, "parent_id": number, "name": "aten::copy_", "shapes": shapes}
                 calls.append(inner | {"dtypes": f'["{op.cast_to}", "{op.dtype}", "Scalar"]'})

@@ -501,7 +501,6 @@ def crowded_run(picture: str, **processors: int) -> Run:
 FAST_OPS = [Op("aten::add", 13), Op("aten::mul_", 10), Op("aten::add_", 10), Op("aten::sub_", 10)] * 2
 CAST = [Op("aten::to", 20, cast_to="double"), Op("aten::to", 30, dtype="double", cast_to="float")]
 """To 64 bits and back."""
-NODE = "autograd::engine::evaluate_function: AddBackward0"
 
 
 EXAMPLES: dict[str, Example] = {
@@ -581,8 +580,12 @@ EXAMPLES: dict[str, Example] = {
         lambda: drawn_cpu_ops.run([*FAST_OPS, *CAST]), lambda: drawn_cpu_ops.run([Op("aten::mm", 5000), *CAST])
     ),
     "COMP009": Example(
-        lambda: drawn_cpu_ops.run([*FAST_OPS, Op("aten::isnan", 20, node=NODE)]),
+        lambda: drawn_cpu_ops.run([*FAST_OPS, Op("aten::isnan", 20, node=drawn_cpu_ops.NODE)]),
         lambda: drawn_cpu_ops.run([*FAST_OPS, Op("aten::isnan", 20)]),
+    ),
+    "COMP010": Example(
+        lambda: drawn_cpu_ops.run([*FAST_OPS, Op("aten::empty", 20, inner="aten::fill_")]),
+        lambda: drawn_cpu_ops.run([*FAST_OPS, Op("aten::zeros", 20, inner="aten::fill_")]),
     ),
     "COMP008": Example(
         lambda: drawn_cpu_ops.run([Op("aten::mm", 1000), *[Op("aten::mul_", 3, (512,))] * 250]),

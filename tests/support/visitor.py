@@ -1,6 +1,7 @@
 """A visitor of the dashboard without a browser: Streamlit's websocket and its uploads. Not a test."""
 
 import http.client
+import itertools
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from streamlit.proto.WidgetStates_pb2 import WidgetState
 from websockets.sync.client import connect
 
 TIMEOUT_S = 300.0
+_ANSWER_S = 20.0
 MAX_MESSAGE_BYTES = 1 << 28
 _BOUNDARY = "a-boundary"
 
@@ -96,16 +98,25 @@ class Visitor:
 
     def upload_urls(self, names: Sequence[str]) -> list:
         """Return where the server takes files of these names."""
-        message = BackMsg()
-        message.file_urls_request.request_id = "uploads"
+        message, numbers = BackMsg(), itertools.count()
         message.file_urls_request.session_id = self.session
         message.file_urls_request.file_names.extend(names)
-        self._socket.send(message.SerializeToString())
-        *_, last = self._until("file_urls_response")
-        return list(last.file_urls_response.file_urls)
-
-    def _until(self, kind: str) -> Iterator[ForwardMsg]:
         deadline_s = time.monotonic() + TIMEOUT_S
+        while True:
+            message.file_urls_request.request_id = f"{','.join(names)} {next(numbers)}"
+            self._socket.send(message.SerializeToString())
+            try:
+                *_, last = self._until("file_urls_response", _ANSWER_S)
+            except TimeoutError:
+                # Streamlit drops what it has not sent yet where a script begins to run, so an answer may never come.
+                if time.monotonic() > deadline_s:
+                    raise
+                continue
+            if last.file_urls_response.response_id == message.file_urls_request.request_id:
+                return list(last.file_urls_response.file_urls)
+
+    def _until(self, kind: str, timeout_s: float = TIMEOUT_S) -> Iterator[ForwardMsg]:
+        deadline_s = time.monotonic() + timeout_s
         message = ForwardMsg()
         while message.WhichOneof("type") != kind:
             message = ForwardMsg.FromString(self._socket.recv(timeout=deadline_s - time.monotonic()))

@@ -13,7 +13,13 @@ from tracekit.model import kernel_names, units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
 from tracekit.replay.graph.causes.cause import Cause
-from tracekit.replay.graph.causes.device_time import ANOMALY_CHECKS, CASTS, SLOW_ARITHMETIC, SMALL_OPS
+from tracekit.replay.graph.causes.device_time import (
+    ANOMALY_CHECKS,
+    CASTS,
+    DETERMINISTIC_FILLS,
+    SLOW_ARITHMETIC,
+    SMALL_OPS,
+)
 from tracekit.rules import quoted_step
 from tracekit.rules.advice import Advice
 from tracekit.rules.compute import AvoidableTime
@@ -160,16 +166,18 @@ class AnomalyMode(AvoidableTime):
     What it does: reports steps of a CPU run in which autograd looks for NaN after each node of backward, if that takes
     `min_saved_ratio` of the step.
 
-    Why it costs: each gradient is read again, by two ops and a read of their result; forward records a stack for each
-    operator, too.
+    Why it costs: each gradient is read again, by two ops and a read of their result. Forward formats the Python stack
+    for each operator that backward needs.
 
-    How it is measured: aten::isnan and what tests its result, where autograd itself calls them. Steps that save are
-    left out.
+    How it is measured: aten::isnan and what tests its result, where autograd itself calls them. A stack takes as long
+    as the cheapest kind of operator that backward needs (views such as aten::t) takes beyond calls of the same name
+    that it does not need; each such operator has one. Steps that save are left out.
 
     How to fix: torch.autograd.set_detect_anomaly(False); turn it on for the steps that are investigated; check the loss
     or the norm of the gradients instead.
 
-    Blind spots: the stacks of forward are not counted. On a GPU, each read waits for the device (HOST002).
+    Blind spots: stacks that take longer than that of a view are counted too low. On a GPU, each read waits for the
+    device (HOST002).
     """
 
     code: ClassVar[str] = "COMP009"
@@ -182,11 +190,49 @@ class AnomalyMode(AvoidableTime):
     def advise(self, run: Run, loss: quoted_step.StepLoss) -> tuple[str, str]:
         """Message and fix for a loss, by the checks of the quoted step."""
         checks = loss.rows(run.table(self.facts[0]))
-        count = checks.filter(op="aten::isnan").height
+        gradients = units.count(checks.filter(op="aten::isnan").height, "gradient")
         return (
-            f"Autograd checks {units.count(count, 'gradient')} for NaN, which takes {loss}: anomaly mode is on.",
+            f"Anomaly mode is on: autograd checks {gradients} for NaN, and forward records stacks; that takes {loss}.",
             "Turn off torch.autograd.set_detect_anomaly, or turn it on for the steps that are investigated only; check "
             "the loss or the norm of the gradients instead.",
+        )
+
+
+@dataclass(frozen=True)
+class DeterministicFills(AvoidableTime):
+    """Deterministic mode that overwrites each new tensor before it is used.
+
+    What it does: reports steps in which ops that allocate tensors fill them, if that takes `min_saved_ratio` of the
+    step: torch.use_deterministic_algorithms(True) does it with NaN, or the largest integer.
+
+    Why it costs: all memory that a step allocates is written once more, and on a GPU by a kernel for each tensor.
+
+    How it is measured: aten::fill_ directly within aten::empty and its like, or with NaN within other ops; on a GPU its
+    kernels. PyTorch calls it there in this mode only. Steps that save are left out.
+
+    How to fix: torch.utils.deterministic.fill_uninitialized_memory = False keeps the deterministic algorithms without
+    the fills; turn the mode off where a run need not be reproduced bit by bit.
+
+    Blind spots: deterministic variants of algorithms (index_add, scatter_add, interpolation, cuDNN) have the names of
+    others; what they take beyond these is not known.
+    """
+
+    code: ClassVar[str] = "COMP010"
+    cause: ClassVar[Cause] = DETERMINISTIC_FILLS
+    claim: ClassVar[str] = "Deterministic mode overwrites each new tensor before its use"
+    confidence: ClassVar[float] = 0.9
+    facts: ClassVar[tuple[TraceFact, ...]] = (cpu_ops.deterministic_fills, *save_stages.FACTS)
+
+    def advise(self, run: Run, loss: quoted_step.StepLoss) -> tuple[str, str]:
+        """Message and fix for a loss, by the fills of the quoted step."""
+        fills = loss.rows(run.table(self.facts[0]))
+        sums = fills.group_by("op").agg(pl.len(), pl.col("saved_ns").sum())
+        most = largest_first(sums, "saved_ns", "op").row(0, named=True)
+        return (
+            f"{units.count(fills.height, 'op')} fill the tensors that they allocate, which takes {loss}; most of it is "
+            f"in {most['op']} ({most['len']:,}). Deterministic mode is on, with its fills of new memory.",
+            "Set torch.utils.deterministic.fill_uninitialized_memory = False: algorithms stay deterministic. Or turn "
+            "off torch.use_deterministic_algorithms where the run need not be reproduced.",
         )
 
 

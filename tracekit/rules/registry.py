@@ -14,7 +14,7 @@ from tracekit.rules.collective_batching import ReducedEveryMicroBatch, SmallColl
 from tracekit.rules.communication import ExposedCommunication
 from tracekit.rules.compute import IdleTensorCores, MisalignedProducts, PartialWaves, UnfusedKernels, UnfusedOptimizer
 from tracekit.rules.contention import ContendedCompute, PreparationGap, StarvedCollectives
-from tracekit.rules.cpu_ops import AnomalyMode, RepeatedCasts, SlowArithmetic, SmallOps
+from tracekit.rules.cpu_ops import AnomalyMode, DeterministicFills, RepeatedCasts, SlowArithmetic, SmallOps
 from tracekit.rules.data_quality import DoubtfulTrace
 from tracekit.rules.device_slowdowns import ClockDrop, DeviceStall
 from tracekit.rules.host import BlockingSync, DataStall, LateLaunch
@@ -52,9 +52,9 @@ RULES: tuple[type[Rule], ...] = (
     PipelineBubble, UnbalancedStages, FewMicroBatches, ShardedMicroBatches, SlowPipelineLink, TensorParallelAcrossNodes,
     ExposedTensorParallel, OverloadedExperts, LateLaunch, BlockingSync, DataStall, ExposedCopy, Recompilation,
     GarbageCollection, OversubscribedHost, MisalignedProducts, IdleTensorCores, UnfusedOptimizer, UnfusedKernels,
-    PartialWaves, SlowArithmetic, RepeatedCasts, SmallOps, AnomalyMode, OutlierStep, ColdStart, ClockDrop,
-    StalledCollective, SteadyDeviceAllocation, NeedlessRecomputation, GrowingMemory, LittleHeadroom, IdleReserve,
-    PeakOwner, AllocatorRetry, FragmentedMemory, CrossStreamSlack, ChangingSizes, ReallocatedBuffers,
+    PartialWaves, SlowArithmetic, RepeatedCasts, SmallOps, AnomalyMode, DeterministicFills, OutlierStep, ColdStart,
+    ClockDrop, StalledCollective, SteadyDeviceAllocation, NeedlessRecomputation, GrowingMemory, LittleHeadroom,
+    IdleReserve, PeakOwner, AllocatorRetry, FragmentedMemory, CrossStreamSlack, ChangingSizes, ReallocatedBuffers,
     BlockingCheckpoint, SerializedSave, StagedSave, SlowStorage, SlowSync, StragglingWriter, PlannedSave, GlobalSync,
     GilContention, CpuStarvation, BlockingBackgroundSave, AmplifiedRestore, SuboptimalInterval, LostOnPowerFailure,
     UnverifiedShards, CrowdedSave, SeveralWriters, DoubtfulTrace,

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.support import drawn_cpu_ops
-from tests.support.drawn_cpu_ops import Op
-from tests.support.rule_examples import CAST, FAST_OPS, NODE
-from tracekit.rules.cpu_ops import AnomalyMode, RepeatedCasts, SlowArithmetic, SmallOps
+from tests.support import drawn_cpu_ops, drawn_kernels
+from tests.support.drawn_cpu_ops import NODE, Op
+from tests.support.rule_examples import CAST, FAST_OPS
+from tracekit.rules.cpu_ops import AnomalyMode, DeterministicFills, RepeatedCasts, SlowArithmetic, SmallOps
 from tracekit.rules.engine import check
 from tracekit.rules.rule import Rule, Severity
 
@@ -93,3 +93,58 @@ def test_checks_for_nan_that_autograd_makes_are_anomaly_mode(wording):
 
 def test_checks_for_nan_of_the_program_are_its_own():
     assert findings([Op("aten::mm", 100), Op("aten::isnan", 20)], AnomalyMode()) == ()
+
+
+CHECKS = [Op("aten::isnan", 20, node=NODE), Op("aten::any", 8, node=NODE), Op("aten::is_nonzero", 2, node=NODE)]
+
+
+def test_stacks_of_forward_cost_what_the_cheapest_needed_op_takes_beyond_others_of_its_name():
+    view = Op("aten::t", 54, inner="aten::as_strided", self_us=52, is_needed=True)
+    unneeded = Op("aten::t", 4, inner="aten::as_strided", self_us=2)
+    layer = Op("aten::linear", 900, inner="aten::addmm", self_us=300, is_needed=True)
+    (finding,) = findings([view, layer, unneeded, *CHECKS], AnomalyMode())
+    assert finding.cost_ns == (2 * 50 + 30 + 3) * US  # two stacks; checks with the pauses before them
+
+
+def test_needed_ops_record_no_stacks_without_anomaly_mode():
+    view = Op("aten::t", 54, inner="aten::as_strided", self_us=52, is_needed=True)
+    assert findings([view, Op("aten::isnan", 20)], AnomalyMode()) == ()
+
+
+@pytest.mark.parametrize(
+    ("allocation", "argument"),
+    [
+        ("aten::empty", "nan"),
+        ("aten::empty_strided", "9223372036854775807"),  # of integers
+        ("aten::new_empty", "nan"),
+        ("aten::resize_", ""),  # without recorded arguments
+        ("aten::index_select", "nan"),  # allocates its result itself
+    ],
+)
+def test_fills_within_ops_that_allocate_are_deterministic_mode(allocation, argument):
+    fill = Op(allocation, 20, inner="aten::fill_", argument=argument, self_us=3)
+    (finding,) = findings([Op("aten::mm", 100), fill], DeterministicFills())
+    assert finding.cost_ns == 17 * US
+    assert "fill_uninitialized_memory" in finding.fix
+
+
+def test_the_finding_on_deterministic_mode_names_the_op_with_most_fills(wording):
+    ops = [Op("aten::mm", 100), *[Op("aten::empty", 9, inner="aten::fill_", argument="nan")] * 3]
+    (finding,) = findings(ops, DeterministicFills())
+    wording(finding.message, finding.sentence)
+
+
+@pytest.mark.parametrize("name", ["aten::zeros", "aten::full", "aten::ones_like", "aten::sum"])
+def test_fills_with_a_value_of_the_program_are_no_deterministic_mode(name):
+    assert findings([Op("aten::mm", 100), Op(name, 20, inner="aten::fill_", argument="1")], DeterministicFills()) == ()
+
+
+def test_a_program_that_fills_with_nan_itself_is_not_in_deterministic_mode():
+    assert findings([Op("aten::mm", 100), Op("aten::fill_", 20)], DeterministicFills()) == ()
+
+
+def test_on_a_device_the_kernels_of_such_fills_count():
+    fill = drawn_kernels.Kernel("aten::fill_", 40)
+    (finding,) = check(drawn_kernels.run(fill, around="aten::empty"), [DeterministicFills()]).findings
+    assert finding.cost_ns == 40 * US
+    assert check(drawn_kernels.run(fill, around="aten::zeros"), [DeterministicFills()]).findings == ()

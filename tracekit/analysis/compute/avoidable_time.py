@@ -37,8 +37,8 @@ _CALL = ["name", "shapes", "dtypes", "arguments", "strides"]
 COLUMNS = schema.columns("activity_id cause saved_ns")
 (
     MISALIGNED, NO_TENSOR_CORES, UNFUSED_OPTIMIZER, UNFUSED_CHAIN, PARTIAL_WAVE, SLOW_ARITHMETIC, CAST, SMALL_OP,
-    ANOMALY_CHECK,
-) = range(1, 10)  # fmt: skip
+    ANOMALY_CHECK, DETERMINISTIC_FILL,
+) = range(1, 11)  # fmt: skip
 
 
 @trace_fact
@@ -135,6 +135,7 @@ _FACTS: tuple[TraceFact, ...] = (
     cpu_ops.casts,
     cpu_ops.small_ops,
     cpu_ops.anomaly_checks,
+    cpu_ops.deterministic_fills,
 )
 
 
@@ -142,7 +143,7 @@ _FACTS: tuple[TraceFact, ...] = (
 def avoidable(trace: Trace) -> pl.DataFrame:
     """Kernels, or ops of a CPU run, that would take less time, each by its first cause.
 
-    Columns COLUMNS: cause (MISALIGNED to ANOMALY_CHECK), saved_ns; one row per kernel or op.
+    Columns COLUMNS: cause (MISALIGNED to DETERMINISTIC_FILL), saved_ns; one row per kernel or op.
     """
     parts = [
         kernels.select("activity_id", "saved_ns", cause=pl.lit(cause, pl.Int64))

@@ -6,7 +6,7 @@ No comparison of steps or ranks shows what every step loses. The baseline is wha
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.compute import op_bytes
+from tracekit.analysis.compute import kernels, op_bytes
 from tracekit.analysis.memory import allocations
 from tracekit.analysis.time import trace_columns
 from tracekit.model import nesting, schema
@@ -38,7 +38,8 @@ _SMALL_BYTES = 64 << 10
 _MANY = 200  # calls of one kind in a step: loops over the parameters of a healthy model have 10 to 50
 _MAX_PAUSE_NS = 100_000  # longer pauses between ops are Python's
 _VIEWS = ("aten::split", "aten::split_with_sizes", "aten::unbind", "aten::chunk", "aten::tensor_split")
-_ANOMALY_CHECKS = ("aten::isnan", "aten::_is_any_true", "aten::any")
+_ANOMALY_CHECKS = r"^aten::(isnan|_is_any_true|any|item|is_nonzero)$"
+_ALLOCATES = r"^aten::(new_)?_?empty|^aten::resize_"
 _AUTOGRAD_NODE = r"^autograd::engine::evaluate_function"
 _CALL = ("name", "shapes", "dtypes", "arguments", "strides")
 
@@ -141,37 +142,106 @@ def small_ops(trace: Trace) -> pl.DataFrame:
 @trace_fact
 @memoize
 def anomaly_checks(trace: Trace) -> pl.DataFrame:
-    """Ops of a CPU run by which autograd's anomaly mode looks for NaN in the gradients of each node of backward.
+    """Ops of a CPU run that autograd's anomaly mode adds or lengthens: checks of gradients, and stacks of forward.
 
-    Columns COLUMNS: usual_ns (null), saved_ns (its whole time, and the pause of its thread before it); one row per op.
-    Autograd calls them itself, so that only its own slice is around them.
+    Columns COLUMNS: usual_ns (null), saved_ns; one row per op. After each node of backward, autograd itself looks for
+    NaN, so that only its own slice is around these ops: they save their whole time, and the pause before each. In
+    forward, each op that backward needs records the Python stack: that takes as long as the cheapest kind of
+    such ops takes itself, beyond ops of the same name that backward does not need.
     """
-    calls = _calls(trace).filter(pl.col("name").is_in(_ANOMALY_CHECKS))
-    if calls.is_empty():
+    if trace.on_device or not trace_columns.is_named(trace, r"^aten::isnan$").any():
         return schema.empty(COLUMNS)
-    parent = trace_columns.parent_rows(trace)[calls["row"].to_numpy()]
-    by_engine = trace_columns.is_named(trace, _AUTOGRAD_NODE)[np.maximum(parent, 0)] & (parent >= 0)
-    checks = calls.filter(pl.Series(by_engine))
-    saved_ns = pl.col("dur_ns") + pl.col("pause_ns")
-    return schema.conform(checks.with_columns(op="name", usual_ns=None, saved_ns=saved_ns), COLUMNS)
+    calls, parent = _computing(trace), trace_columns.parent_rows(trace)
+    outer = parent[np.maximum(calls["row"].to_numpy(), 0)]
+    by_engine = (outer >= 0) & trace_columns.is_named(trace, _AUTOGRAD_NODE)[np.maximum(outer, 0)]
+    checks = calls.filter(pl.col("name").str.contains(_ANOMALY_CHECKS), pl.Series(by_engine))
+    if checks.is_empty():
+        return schema.empty(COLUMNS)
+    checks = checks.with_columns(saved_ns=pl.col("dur_ns") + pl.col("pause_ns"))
+    stacks = _within_calls(trace, calls, _stack_ns(trace))
+    return schema.conform(pl.concat([checks, stacks.select(checks.columns)]).with_columns(op="name"), COLUMNS)
+
+
+@trace_fact
+@memoize
+def deterministic_fills(trace: Trace) -> pl.DataFrame:
+    """Work by which deterministic mode overwrites each new tensor: ops of a CPU run, or kernels of a device.
+
+    Columns COLUMNS: name (of the op that allocates), usual_ns (null), saved_ns; one row per op of a CPU run with such
+    fills in it, or per kernel. Otherwise PyTorch leaves new memory as it is: only this mode calls aten::fill_ within
+    ops that allocate, or with NaN within other ops.
+    """
+    names = trace.ops["name"]
+    parent = trace_columns.parent_rows(trace)
+    outer = np.maximum(parent, 0)
+    is_nan = trace.ops["arguments"].str.contains(r"\bnan\b").fill_null(value=False).to_numpy()
+    within = trace_columns.is_named(trace, _ALLOCATES)
+    is_fill = trace_columns.is_named(trace, r"^aten::fill_$") & (parent >= 0)
+    is_fill &= within[outer] | (is_nan & trace_columns.is_named(trace, r"^aten::")[outer])
+    if not is_fill.any():
+        return schema.empty(COLUMNS)
+    if not trace.on_device:
+        fill_ns = np.where(is_fill, trace.ops["dur_ns"].to_numpy(), 0)
+        fills = _within_calls(trace, _computing(trace), fill_ns)
+        return schema.conform(fills.with_columns(op="name"), COLUMNS)
+    row = kernels.innermost_op(trace)
+    is_filling = is_fill[np.maximum(row, 0)] & (row >= 0)
+    filling = trace.activities.with_columns(pl.Series("row", row)).filter(pl.Series(is_filling), trace.in_steps)
+    allocated = filling.with_columns(op=names.gather(outer[filling["row"].to_numpy()]), saved_ns="dur_ns")
+    on_lane = allocated.join(trace.lanes.select("lane", "device"), on="lane", maintain_order="left")
+    return schema.conform(on_lane.rename({"id": "activity_id"}), COLUMNS)
 
 
 @memoize
 def _calls(trace: Trace) -> pl.DataFrame:
-    """Ops that compute in the steps of a CPU run, with their inputs (_CALL), row in ops, and the pause before each.
-
-    Empty where a device was recorded, or no shapes.
-    """
-    row = trace_columns.launch_rows(trace)
+    """Ops as `_computing` with their inputs (_CALL). Empty where a device was recorded, or no shapes."""
     inputs = trace.ops.select("id", *_CALL[1:]).rename({"id": "launch_id"})
+    calls = _computing(trace).filter(not trace.on_device)
+    return calls.join(inputs, on="launch_id", how="inner", maintain_order="left").drop_nulls("shapes")
+
+
+@memoize
+def _computing(trace: Trace) -> pl.DataFrame:
+    """Activities of compute in the steps of a CPU run, with row in ops (or -1), and the pause of Python before each."""
     before_ns = pl.col("start_ns") - (pl.col("start_ns") + pl.col("dur_ns")).shift(1).over("lane")
-    computing = trace.activities.with_columns(pl.Series("row", row)).filter(kind="compute").sort("lane", "start_ns")
-    paused = computing.with_columns(
-        pl.when(before_ns < _MAX_PAUSE_NS).then(before_ns).otherwise(0).fill_null(0).clip(0).alias("pause_ns")
+    rows = trace.activities.with_columns(pl.Series("row", trace_columns.launch_rows(trace)))
+    paused = (
+        rows.filter(kind="compute")
+        .sort("lane", "start_ns")
+        .with_columns(
+            pl.when(before_ns < _MAX_PAUSE_NS).then(before_ns).otherwise(0).fill_null(0).clip(0).alias("pause_ns")
+        )
     )
-    in_steps = paused.filter(trace.in_steps, pl.lit(not trace.on_device))
-    joined = in_steps.join(inputs, on="launch_id", how="inner", maintain_order="left").drop_nulls("shapes")
-    return joined.rename({"id": "activity_id"}).with_columns(device=pl.lit(None, pl.Int64))
+    return paused.filter(trace.in_steps).rename({"id": "activity_id"}).with_columns(device=pl.lit(None, pl.Int64))
+
+
+def _within_calls(trace: Trace, calls: pl.DataFrame, part_ns: nesting.Ints) -> pl.DataFrame:
+    """The calls that contain a part of ops' time, shape (ops,) in ns, with its sum as saved_ns."""
+    outermost = np.zeros(trace.ops.height, np.bool_)
+    outermost[calls.filter(pl.col("row") >= 0)["row"].to_numpy()] = True
+    rows = np.flatnonzero(part_ns > 0)
+    around = nesting.nearest(trace_columns.parent_rows(trace), outermost)[rows]
+    parts = pl.DataFrame({"row": around, "saved_ns": part_ns[rows]}).filter(pl.col("row") >= 0)
+    sums = parts.group_by("row").agg(pl.col("saved_ns").sum())
+    return calls.join(sums, on="row", maintain_order="left")
+
+
+def _stack_ns(trace: Trace) -> nesting.Ints:
+    """Time of each op in anomaly mode for which it records a stack, shape (ops,): 0 for those that backward needs not.
+
+    Self time without that of the ops within it; of one kind, the median.
+    """
+    parent = trace_columns.parent_rows(trace)
+    self_ns = trace.ops["dur_ns"].to_numpy().copy()
+    np.subtract.at(self_ns, parent[parent >= 0], trace.ops["dur_ns"].to_numpy()[parent >= 0])
+    ops = trace.ops.select("id", "name", pl.Series("self_ns", np.maximum(self_ns, 0)))
+    needed = trace.ops["forward_id"].drop_nulls().unique()
+    ops = ops.with_columns(pl.col("id").is_in(needed.implode()).alias("is_needed"))
+    needed_ns, other_ns = (pl.col("self_ns").filter(pl.col("is_needed") == flag).median() for flag in (True, False))
+    kinds = ops.group_by("name").agg(needed_ns.alias("needed_ns"), other_ns.fill_null(0).alias("usual_ns"))
+    cheapest = kinds.drop_nulls("needed_ns").sort("needed_ns", "name").head(1)
+    stack_ns = int((cheapest["needed_ns"] - cheapest["usual_ns"]).clip(0).sum())
+    return np.where(ops["is_needed"].to_numpy(), np.minimum(ops["self_ns"].to_numpy(), stack_ns), 0)
 
 
 def _moved_bytes(calls: pl.DataFrame) -> pl.Series:

@@ -136,7 +136,15 @@ ANOMALY_CHECKS = Cause(
     name="anomaly-checks", codes=("COMP009",), kind=Kind.COMPUTE,
     transform=partial(without_avoidable_time, cause=avoidable_time.ANOMALY_CHECK), place=10, confidence=0.8,
     summary="autograd looks for no NaN in gradients (anomaly mode)",
-    basis="ops of a CPU run that autograd calls for that after each node of backward",
+    basis="ops of a CPU run that autograd calls for that after each node of backward, and stacks that forward records",
+)  # fmt: skip
+
+
+DETERMINISTIC_FILLS = Cause(
+    name="deterministic-fills", codes=("COMP010",), kind=Kind.COMPUTE,
+    transform=partial(without_avoidable_time, cause=avoidable_time.DETERMINISTIC_FILL), place=10, confidence=0.9,
+    summary="new tensors are not overwritten first (deterministic mode)",
+    basis="aten::fill_ within ops that allocate tensors",
 )  # fmt: skip
 
 
