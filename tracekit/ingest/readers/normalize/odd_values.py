@@ -42,6 +42,8 @@ _MOST_AT_ONCE = 10
 _LEAST_CROSSINGS = 3
 """Pairs of slices of a thread of which the later one ends last, by which durations of a kind are wrong: operators have
 none in recordings."""
+_LEAST_OVERLAP_NS = 10_000
+"""Times may be rounded to whole µs."""
 _DEEP_RATIO = 0.1
 """Share of the shorter one of two annotations from which on they cross: one ends up to 100 µs after the next begins."""
 _CROSSING_RATIOS = {"cpu_op": 0.02, "annotation": 0.2}
@@ -471,7 +473,7 @@ def _crossings(lane: Ints, start: Ints, dur: Ints, deep_ratio: float) -> tuple[I
     end_of = start_of + dur_of
     overlap_ns = np.where(lane_of[1:] == lane_of[:-1], end_of[:-1] - start_of[1:], 0)
     crosses = (overlap_ns > deep_ratio * np.minimum(dur_of[1:], dur_of[:-1])) & (end_of[1:] > end_of[:-1])
-    return order, crosses & (overlap_ns > 0), overlap_ns > 0
+    return order, crosses & (overlap_ns > _LEAST_OVERLAP_NS), overlap_ns > 0
 
 
 def _swallows(lane: Ints, start: Ints, dur: Ints) -> Flags:
