@@ -32,7 +32,8 @@ def control(recordings, tmp_path_factory):
         (injected_faults.slow_rank, "RANK001"),
         (injected_faults.uneven_work, "RANK003"),
         (injected_faults.slow_collectives, "COMM001"),
-        (injected_faults.background_save, "STEP003"),
+        # Recorded ranks that are slower for a while: tests/unit/rules/test_one_fault.py and analysis/test_clock_drops.py.
+        pytest.param(injected_faults.background_save, "STEP003", marks=pytest.mark.accuracy),
     ],
 )
 def test_a_fault_is_one_warning_at_its_price(recordings, control, tmp_path, fault, code):
