@@ -32,7 +32,7 @@ def control(recordings, tmp_path_factory):
         (injected_faults.slow_rank, "RANK001"),
         (injected_faults.uneven_work, "RANK003"),
         (injected_faults.slow_collectives, "COMM001"),
-        # Recorded ranks that are slower for a while: tests/unit/rules/test_one_fault.py and analysis/test_clock_drops.py.
+        # tests/unit/analysis/test_clock_drops.py has it in recorded ranks, rules/test_one_fault.py a price like it.
         pytest.param(injected_faults.background_save, "STEP003", marks=pytest.mark.accuracy),
     ],
 )
