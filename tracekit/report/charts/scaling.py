@@ -85,7 +85,9 @@ def _add_throughput(figure: go.Figure, compared: ScalingComparison) -> None:
         name="throughput",
         mode="lines+markers+text",
         text=[units.share(efficiency) for _, efficiency in rows],
-        textposition="bottom center",
+        # Below the line of perfect scaling, beside the point: the last one has no room to its right.
+        textposition=["bottom right"] * (len(rows) - 1) + ["bottom left"],
+        cliponaxis=False,
         line={"color": style.COLOURS["compute"]},
         customdata=[[escaping.escape(run.name)] for run, _ in rows],
         hovertemplate=f"%{{customdata[0]}}: %{{y:,.4s}} {what}, efficiency %{{text}}<extra></extra>",
@@ -93,4 +95,4 @@ def _add_throughput(figure: go.Figure, compared: ScalingComparison) -> None:
         col=2,
     )
     figure.update_xaxes(title=f"{report.device_noun(compared)}s", tickvals=sorted(set(gpus)), row=1, col=2)
-    figure.update_yaxes(title=what, rangemode="tozero", row=1, col=2)
+    figure.update_yaxes(title=what, rangemode="tozero", tickformat="~s", row=1, col=2)
