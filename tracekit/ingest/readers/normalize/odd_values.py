@@ -299,7 +299,7 @@ def _is_window(slices: Slices) -> bool:
     if host.height < 2:
         return not len(launched)
     lane, start, dur = (host[name].to_numpy().astype(np.int64) for name in ("lane", "start_ns", "dur_ns"))
-    return bool(_crossings(lane, start, dur, _DEEP_RATIO)[1].sum() < _MOST_CROSSING_RATIO * host.height)
+    return bool(_crossings(lane, start, dur, _DEEP_RATIO, 0)[1].sum() < _MOST_CROSSING_RATIO * host.height)
 
 
 def _in_launch_order(slices: Slices, odd: OddValues) -> Slices:
@@ -463,7 +463,9 @@ def _is_crowded(lane: Ints, start: Ints, dur: Ints) -> Flags:
     return np.asarray((at_once > _MOST_AT_ONCE)[lane] & (dur >= least[lane]))
 
 
-def _crossings(lane: Ints, start: Ints, dur: Ints, deep_ratio: float) -> tuple[Ints, Flags, Flags]:
+def _crossings(
+    lane: Ints, start: Ints, dur: Ints, deep_ratio: float, least_ns: int = _LEAST_OVERLAP_NS
+) -> tuple[Ints, Flags, Flags]:
     """Order by lane and start; for each slice but the last whether the next ends after it, and whether both overlap.
 
     Those that cross overlap by more than `deep_ratio` of the shorter one's duration.
@@ -473,7 +475,7 @@ def _crossings(lane: Ints, start: Ints, dur: Ints, deep_ratio: float) -> tuple[I
     end_of = start_of + dur_of
     overlap_ns = np.where(lane_of[1:] == lane_of[:-1], end_of[:-1] - start_of[1:], 0)
     crosses = (overlap_ns > deep_ratio * np.minimum(dur_of[1:], dur_of[:-1])) & (end_of[1:] > end_of[:-1])
-    return order, crosses & (overlap_ns > _LEAST_OVERLAP_NS), overlap_ns > 0
+    return order, crosses & (overlap_ns > least_ns), overlap_ns > 0
 
 
 def _swallows(lane: Ints, start: Ints, dur: Ints) -> Flags:
