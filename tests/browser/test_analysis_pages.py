@@ -185,7 +185,7 @@ def hostile(chromium, server):
 
 
 WITH_NAMES = ("overview", "timeline", "ranks", "kernels", "communication", "compare", "quality")
-"""Pages that show names in headlines, tables, figures, the canvas and notes; test_other_visitors.py opens the others with hostile values."""
+"""Pages that show names in headlines, tables, figures, the canvas and notes; test_other_visitors.py opens all."""
 
 
 # test_other_visitors.py opens each at its address.
