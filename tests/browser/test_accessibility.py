@@ -13,6 +13,7 @@ from playwright.sync_api import expect
 from tests.browser import conftest, recorded
 from tests.browser.conftest import WAIT_MS, assert_clean, heard, settle
 from tests.support.dashboard_pages import addressed_pages
+from tests.support.selection import others_in_accuracy
 
 pytestmark = pytest.mark.browser
 expect.set_options(timeout=WAIT_MS)
@@ -38,6 +39,20 @@ CUT_OFF = """() => {
         .filter((e) => e.getBoundingClientRect().right > innerWidth && !e.closest(".tk-table"))
         .map((e) => `${e.tagName} ${e.dataset.testid ?? ""} ${e.getAttribute("class")}`);
 }"""
+
+
+# What pages are made of: the list, cards with evidence, the canvas, a table with figures, a form, two runs, a range.
+EVERYDAY = [
+    ("runs", "Runs"),
+    ("overview", "Overview"),
+    ("timeline", "Timeline"),
+    ("kernels", "Kernels"),
+    ("memory", "Memory"),
+    ("plan", "Plan"),
+    ("sql", "SQL"),
+    ("compare", "Compare"),
+    ("timeline?range=0-9000000", "Timeline"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -68,11 +83,14 @@ def _open(page, server, address, title):
 
 @pytest.mark.parametrize(
     ("address", "title"),
-    [
-        *((page.address, page.title) for page in addressed_pages()),
-        ("runs?view=charts", "Runs"),
-        ("timeline?range=0-9000000", "Timeline"),
-    ],
+    others_in_accuracy(
+        [
+            *((page.address, page.title) for page in addressed_pages()),
+            ("runs?view=charts", "Runs"),
+            ("timeline?range=0-9000000", "Timeline"),
+        ],
+        EVERYDAY,
+    ),
 )
 def test_a_page_has_no_serious_item_and_fits(visited, server, axe, address, title):
     page = visited

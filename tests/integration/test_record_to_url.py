@@ -90,11 +90,12 @@ def test_a_killed_rank_loses_no_complete_window(s3: Server, tmp_path: Path) -> N
     url = f"s3://{BUCKET}/runs/killed"
     training = script("plain_single.py", "long")
     process = start(
-        command(*STEPS, "--out", url, "--", "bash", "-c", f"{' '.join(training)} & echo $!; wait"), tmp_path
+        command(*STEPS[:2], "--every", "50", "--out", url, "--", "bash", "-c", f"{' '.join(training)} & echo $!; wait"),
+        tmp_path,
     )
     pid = int(process.stdout.readline())
     # Lines of the metrics log reach the file about once a second: 200 steps take two, as each sleeps for 10 ms.
-    wait_until(lambda: "runs/killed/window020/rank00000.pt.trace.json.gz" in keys("runs/killed/"))
+    wait_until(lambda: "runs/killed/window004/rank00000.pt.trace.json.gz" in keys("runs/killed/"))
     os.kill(pid, signal.SIGKILL)
     done = finish(process)
     assert "rank 0 was killed while recording" in done.err

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import injected_faults, perturbation_graph, perturbed
+from tests.support.selection import others_in_accuracy
 from tracekit.rules.rule import Severity
 
 FOLDER = Path(__file__).parents[3] / "shared" / "traces" / "megatron_tp8_a100_8ranks"
@@ -28,13 +29,15 @@ def control(recordings, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("fault", "code"),
-    [
-        (injected_faults.slow_rank, "RANK001"),
-        (injected_faults.uneven_work, "RANK003"),
-        (injected_faults.slow_collectives, "COMM001"),
-        # tests/unit/analysis/test_clock_drops.py has it in recorded ranks, rules/test_one_fault.py a price like it.
-        pytest.param(injected_faults.background_save, "STEP003", marks=pytest.mark.accuracy),
-    ],
+    others_in_accuracy(
+        [
+            (injected_faults.slow_rank, "RANK001"),
+            (injected_faults.uneven_work, "RANK003"),
+            (injected_faults.slow_collectives, "COMM001"),
+            (injected_faults.background_save, "STEP003"),
+        ],
+        [(injected_faults.slow_rank, "RANK001")],
+    ),
 )
 def test_a_fault_is_one_warning_at_its_price(recordings, control, tmp_path, fault, code):
     job = perturbation_graph.load(recordings.glob("*.json.gz"))

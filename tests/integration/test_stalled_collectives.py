@@ -5,6 +5,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
+import tracekit
 from tests.integration.recorded import command, do, launched, load
 from tests.support.selection import others_in_accuracy
 from tracekit.analysis.parallelism import outlier_steps
@@ -116,15 +117,20 @@ PUBLIC = (
 def test_public_recordings_have_no_stalled_collective(name):
     if not (TRACES / name).is_dir():
         pytest.skip("the downloaded traces are not in ../shared")
-    assert list(StalledCollective().check(load(TRACES / name))) == []
+    assert list(StalledCollective().check(tracekit.load(str(TRACES / name)))) == []
 
 
-def test_samples_have_no_stalled_collective():
-    runs = [
-        *SAMPLES.glob("demo-*"),
-        *(path for path in (SAMPLES / "faults").iterdir() if path.is_dir()),
-        *(SAMPLES / "parallelism").iterdir(),
-        *(path for path in (SAMPLES / "ci").iterdir() if path.is_dir()),
-    ]
-    assert len(runs) > 15
-    assert {path.name: list(StalledCollective().check(load(path))) for path in runs} == {path.name: [] for path in runs}
+RUNS = [
+    *SAMPLES.glob("demo-*"),
+    *(path for path in (SAMPLES / "faults").iterdir() if path.is_dir()),
+    *(SAMPLES / "parallelism").iterdir(),
+    *(path for path in (SAMPLES / "ci").iterdir() if path.is_dir()),
+]
+EVERYDAY = [
+    SAMPLES / name for name in ("demo-fsdp2", "faults/slow-rank", "faults/slow-disk", "parallelism/pipeline-1f1b")
+]
+
+
+@pytest.mark.parametrize("folder", others_in_accuracy(RUNS, EVERYDAY), ids=lambda folder: folder.name)
+def test_samples_have_no_stalled_collective(folder):
+    assert list(StalledCollective().check(tracekit.load(str(folder)))) == []
