@@ -6,7 +6,7 @@ import polars as pl
 
 from tracekit.ingest.readers.normalize.event_categories import HOST_KINDS
 from tracekit.ingest.readers.normalize.event_tables import Events
-from tracekit.ingest.readers.normalize.odd_values import OddValues
+from tracekit.ingest.readers.normalize.odd_slices import OddValues
 from tracekit.ingest.readers.normalize.steps import Steps
 from tracekit.model import schema, units
 

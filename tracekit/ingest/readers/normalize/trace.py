@@ -11,12 +11,21 @@ import numpy as np
 import polars as pl
 
 from tracekit.ingest.readers.normalize import activities as work
-from tracekit.ingest.readers.normalize import collectives, data_quality, host_slices, iterations, numbers, odd_values
+from tracekit.ingest.readers.normalize import (
+    collectives,
+    data_quality,
+    host_slices,
+    iterations,
+    numbers,
+    odd_durations,
+    odd_times,
+    odd_values,
+)
 from tracekit.ingest.readers.normalize import steps as host_steps
 from tracekit.ingest.readers.normalize.event_tables import Events
 from tracekit.ingest.readers.normalize.events import Args
 from tracekit.ingest.readers.normalize.host_slices import Host, id_column
-from tracekit.ingest.readers.normalize.odd_values import OddValues, Slices
+from tracekit.ingest.readers.normalize.odd_slices import OddValues, Slices
 from tracekit.model import schema
 from tracekit.model.nesting import Ints
 from tracekit.model.trace import LazyTrace, Trace
@@ -51,9 +60,9 @@ def build_trace(
     threads, lanes = _lanes(events, slices)
     built = host_slices.build(slices, events.names, events.inputs, threads)
     work_end_ns = int((device["start_ns"] + device["dur_ns"]).max() or 0)  # type: ignore[arg-type]
-    overlong = odd_values.overlong_calls(built, work_end_ns)
+    overlong = odd_durations.overlong_calls(built, work_end_ns)
     if overlong.any():
-        slices = odd_values.without_calls(slices, built, overlong, odd)
+        slices = odd_durations.without_calls(slices, built, overlong, odd)
         threads, lanes = _lanes(events, slices)
         built = host_slices.build(slices, events.names, events.inputs, threads)
     ids = host_slices.first_of(built.row + 1, np.array([s.row + 1 for s in events.host_collectives], np.int64))
@@ -70,7 +79,7 @@ def build_trace(
     odd.bad_times += len(events.memory) - len(timed_memory)
     memory = timed_memory.filter(_IS_PLACED)
     odd.unplaced = len(timed_memory) - len(memory)
-    memory = odd_values.within_recording(memory, memory["at_ns"].to_numpy() + base_ns, timed, odd)
+    memory = odd_times.within_recording(memory, memory["at_ns"].to_numpy() + base_ns, timed, odd)
     built, activities = iterations.with_iterations(
         built, activities, lanes, memory.with_columns(pl.col("at_ns") + base_ns)
     )
@@ -78,7 +87,7 @@ def build_trace(
     lanes = lanes.join(work.roles(activities), on="lane", how="left", maintain_order="left")
     lanes = schema.LANES.conform(lanes.with_columns(pl.col("role").fill_null("host")))
     waited = _with_times(events.syncs, base_ns, odd)
-    waited = odd_values.within_recording(waited, waited["start_ns"].to_numpy(), timed, odd)
+    waited = odd_times.within_recording(waited, waited["start_ns"].to_numpy(), timed, odd)
     issues = data_quality.table(
         events, built.steps, odd=odd, undecided=undecided, busy_ns=int(activities["dur_ns"].sum())
     )

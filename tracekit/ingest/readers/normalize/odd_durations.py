@@ -1,0 +1,276 @@
+"""Events whose duration cannot be right: they contain, or cross, what runs before or after them."""
+
+import functools
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from tracekit.ingest.readers.normalize import name_patterns
+from tracekit.ingest.readers.normalize.host_slices import Host
+from tracekit.ingest.readers.normalize.odd_slices import (
+    KIND,
+    LEAST_CROSSINGS,
+    LONGEST_NS,
+    LONGEST_SPANS,
+    MOST_RATIO,
+    OddValues,
+    Overlong,
+    Slices,
+    streams,
+)
+from tracekit.model import nesting
+from tracekit.model.nesting import Flags, Ints
+
+_LEAST_SWALLOWED = 3
+"""Activities of a stream within another one. In recordings of H100s, kernels that overlap the next one's start occur,
+kernels that contain two do not."""
+_LONG_TIMES = 10
+"""Times the longest duration that the same work has elsewhere."""
+_MOST_LONG_RATIO = 0.25
+"""Share of a stream's activities that contain others from which on the stream runs several at once."""
+_MOST_AT_ONCE = 10
+"""Activities that a stream runs at once in the mean: one in recordings, a few where a tool has merged streams."""
+_LEAST_OVERLAP_NS = 10_000
+"""Times may be rounded to whole µs."""
+DEEP_RATIO = 0.1
+"""Share of the shorter one of two annotations from which on they cross: one ends up to 100 µs after the next begins."""
+_CROSSING_RATIOS = {"cpu_op": 0.02, "annotation": 0.2}
+"""Share of the overlapping slices of a kind on a thread that may cross: programs close spans in any order."""
+_FOREIGN_CHILDREN, _FOREIGN_RATIO = 3, 0.1
+"""Distinct operators within another one that few of its calls contain, and that stand next to such calls elsewhere."""
+
+
+def without_absurd(slices: Slices, names: pl.Series, odd: OddValues) -> Slices:
+    """Leave out slices of days within a recording that is a thousand times shorter."""
+    start, dur, hosts = slices.start_ns, slices.dur_ns, slices.host.height
+    if not len(dur) or dur.max() <= LONGEST_NS:
+        return slices
+    is_absurd = dur > max(LONGEST_NS, LONGEST_SPANS * int(start.max() - start.min()))
+    return _without_overlong(slices, is_absurd[:hosts], is_absurd[hosts:], names, odd)
+
+
+def without_overlong_work(slices: Slices, names: pl.Series, odd: OddValues) -> Slices:
+    """Leave out activities that contain several later ones of their stream, which runs one thing at a time.
+
+    Only where the same kernel is at least ten times shorter elsewhere, or else all other work of the stream: streams of
+    some devices, and those that a tool merged, run several at once.
+    """
+    device = slices.device
+    if device.height <= _LEAST_SWALLOWED:
+        return slices
+    start, dur, name = (device[column].to_numpy().astype(np.int64) for column in ("start_ns", "dur_ns", "name"))
+    stream = streams(device)
+    order = nesting.order(stream, start, start + dur)
+    stream, start, dur, name = stream[order], start[order], dur[order], name[order]
+    swallows = _swallows(stream, start, dur)
+    if not swallows.any():
+        return slices
+    kernel_ns, stream_ns = (_longest_by(keys, dur, ~swallows) for keys in (np.stack([stream, name]), stream[None]))
+    swallowing_ratio = (np.bincount(stream, swallows) / np.maximum(np.bincount(stream), 1))[stream]
+    is_odd = swallows & (dur > _LONG_TIMES * np.where(kernel_ns >= 0, kernel_ns, stream_ns))
+    is_odd &= (swallowing_ratio <= _MOST_LONG_RATIO) | _is_crowded(stream, start, dur)
+    flags = np.zeros(len(order), bool)
+    flags[order] = is_odd
+    flags[order[~is_odd]] = _is_crowded(stream[~is_odd], start[~is_odd], dur[~is_odd])
+    return _without_overlong(slices, np.zeros(slices.host.height, bool), flags, names, odd)
+
+
+def without_crossing_calls(slices: Slices, names: pl.Series, odd: OddValues) -> Slices:
+    """Leave out all slices of a kind if most are on threads where they cross rather than nest.
+
+    Calls of the runtime have a clock of their own in recordings of 2021: only those of which ten run at once are wrong.
+    """
+    columns = slices.host.select(pl.col("lane", "start_ns", "dur_ns", "kind", "name").cast(pl.Int64))
+    lane, start, dur, kind, name = (columns[column].to_numpy() for column in columns.columns)
+    flags = np.zeros(len(kind), bool)
+    calls = np.flatnonzero(kind == KIND["runtime"])
+    flags[calls] = _is_crowded(lane[calls], start[calls], dur[calls])
+    for kind_name, most_ratio in _CROSSING_RATIOS.items():
+        rows = np.flatnonzero(kind == KIND[kind_name])
+        deep_ratio = DEEP_RATIO if kind_name == "annotation" else 0.0
+        if crossings(lane[rows], start[rows], dur[rows], deep_ratio)[1].sum() < LEAST_CROSSINGS:
+            continue
+        rows = rows[~name_patterns.host_names(names).runs_collective[name[rows]]]
+        lane_of, start_of, dur_of = lane[rows], start[rows], dur[rows]
+        order, crosses, overlaps = crossings(lane_of, start_of, dur_of, deep_ratio)
+        around = order[:-1]
+        lanes = int(lane_of.max(initial=0)) + 1
+        crossing, overlapping = (np.bincount(lane_of[around[pairs]], minlength=lanes) for pairs in (crosses, overlaps))
+        least = np.full(lanes, np.iinfo(np.int64).max)
+        np.minimum.at(least, lane_of[around[crosses]], dur_of[around[crosses]])
+        is_wrong = (crossing >= LEAST_CROSSINGS) & (crossing > most_ratio * overlapping)
+        is_long = is_wrong[lane_of] & (dur_of >= least[lane_of])
+        # Single ones are found by other calls of their name. The rest may be on other threads, or collectives.
+        if is_long.mean() >= MOST_RATIO:
+            flags |= (kind == KIND[kind_name]) & (dur >= dur_of[is_long].min())
+    return _without_overlong(slices, flags, np.zeros(slices.device.height, bool), names, odd)
+
+
+def overlong_calls(host: Host, work_end_ns: int) -> Flags:
+    """Flag host slices whose duration contradicts others, and is ten times that of the same call elsewhere.
+
+    They end after the slice in which they began, and contain what follows on the thread: slices of a thread nest. They
+    contain operators that stand next to such a call elsewhere, and in no other one. Or they contain all that follows on
+    the thread, and end long after all others and the device's work (`work_end_ns`).
+    """
+    flags = np.zeros(len(host.row), bool)
+    times = _times_as_long(host)
+    late, crossing = _leaving(host), _worse_of_crossing(host, times)
+    lasting = np.flatnonzero(host.end_ns > host.start_ns.max()) if len(flags) else late
+    # The profiler closes what is open when it stops, such as an annotation around the hook that stops it.
+    late = np.union1d(np.setdiff1d(late, lasting), _swallowing_operators(host, times))
+    lasting = lasting[~host.is_kind("annotation")[lasting]]
+    candidates = functools.reduce(np.union1d, (late, lasting, crossing))
+    if not len(candidates):
+        return flags
+    usual = ~flags
+    usual[candidates] = False
+    dur_ns = host.end_ns - host.start_ns
+    longest_ns = _longest_by(host.name_id[None], dur_ns, usual)
+    is_long = (longest_ns >= 0) & (dur_ns > _LONG_TIMES * np.maximum(longest_ns, 1))
+    others = lasting[~is_long[lasting]]
+    end_ns = max(int(host.start_ns.max()), work_end_ns, int(host.end_ns[others].max(initial=0)))
+    lane_end = np.cumsum(np.bincount(host.lane))[host.lane[lasting]]
+    contains = lane_end - lasting > _LEAST_SWALLOWED
+    lasting = lasting[contains & (host.end_ns[lasting] - end_ns > longest_ns[lasting])]
+    flags[np.union1d(late, lasting)] = True
+    flags &= is_long
+    flags[crossing] = True
+    return flags
+
+
+def without_calls(slices: pl.DataFrame, host: Host, flags: Flags, odd: OddValues) -> pl.DataFrame:
+    """Return slices without those of the host that are flagged, which are counted in `odd`."""
+    dur_ns = (host.end_ns - host.start_ns)[flags].tolist()
+    odd.overlong += map(Overlong, host.names.name.gather(host.name_id[flags]).to_list(), dur_ns)
+    return slices.filter(~pl.col("row").is_in(host.row[flags].tolist()))
+
+
+def crossings(
+    lane: Ints, start: Ints, dur: Ints, deep_ratio: float, least_ns: int = _LEAST_OVERLAP_NS
+) -> tuple[Ints, Flags, Flags]:
+    """Order by lane and start; for each slice but the last whether the next ends after it, and whether both overlap.
+
+    Those that cross overlap by more than `deep_ratio` of the shorter one's duration.
+    """
+    order = nesting.order(lane, start, start + dur)
+    lane_of, start_of, dur_of = lane[order], start[order], dur[order]
+    end_of = start_of + dur_of
+    overlap_ns = np.where(lane_of[1:] == lane_of[:-1], end_of[:-1] - start_of[1:], 0)
+    crosses = (overlap_ns > deep_ratio * np.minimum(dur_of[1:], dur_of[:-1])) & (end_of[1:] > end_of[:-1])
+    return order, crosses & (overlap_ns > least_ns), overlap_ns > 0
+
+
+def _is_crowded(lane: Ints, start: Ints, dur: Ints) -> Flags:
+    """Flag the rows of lanes on which more than ten run at once in the mean: those as long as any that swallow."""
+    if not len(lane):
+        return np.zeros(0, bool)
+    first, last = np.full(lane.max() + 1, start.max()), np.full(lane.max() + 1, start.min())
+    np.minimum.at(first, lane, start)
+    np.maximum.at(last, lane, start + dur)
+    at_once = np.bincount(lane, dur) / np.maximum(last - first, 1)
+    order = np.lexsort((start, lane))
+    swallows = _swallows(lane[order], start[order], dur[order])
+    least = np.full(lane.max() + 1, np.iinfo(np.int64).max)
+    np.minimum.at(least, lane[order[swallows]], dur[order[swallows]])
+    return np.asarray((at_once > _MOST_AT_ONCE)[lane] & (dur >= least[lane]))
+
+
+def _swallows(lane: Ints, start: Ints, dur: Ints) -> Flags:
+    """Flag the rows, sorted by lane and start, that contain the starts of several later ones of their lane."""
+    flags = np.zeros(len(lane), bool)
+    flags[:-_LEAST_SWALLOWED] = (lane[_LEAST_SWALLOWED:] == lane[:-_LEAST_SWALLOWED]) & (
+        (start + dur)[:-_LEAST_SWALLOWED] > start[_LEAST_SWALLOWED:]
+    )
+    return flags
+
+
+def _leaving(host: Host) -> Ints:
+    """Host slices that end after one in which they began, and contain what follows that one on the thread.
+
+    What need not nest: calls of Python, whose ends are not exact; calls of the runtime, which have a clock of their own
+    in recordings of 2021; and collectives of gloo, which end when their data has arrived.
+    """
+    late, around = host.crossings
+    nests = (host.is_kind("cpu_op") | host.is_kind("annotation")) & ~host.names.runs_collective[host.name_id]
+    is_certain = nests[around] & (nests | host.is_kind("runtime"))[late]
+    late, around = late[is_certain], around[is_certain]
+    if not len(late):
+        return late
+    lane_end = np.cumsum(np.bincount(host.lane))
+    # The next slice of the thread after the end of the enclosing one.
+    following = np.array([
+        place + np.searchsorted(host.start_ns[place : lane_end[host.lane[place]]], end_ns)
+        for place, end_ns in zip(late.tolist(), host.end_ns[around].tolist(), strict=True)
+    ], np.int64)  # fmt: skip
+    inside = np.minimum(following, len(host.row) - 1)
+    contains = (following < len(host.row)) & (host.lane[inside] == host.lane[late])
+    return np.unique(late[contains & (host.start_ns[inside] < host.end_ns[late])])
+
+
+def _times_as_long(host: Host) -> npt.NDArray[np.float64]:
+    """Duration of each slice as a multiple of the median of its name."""
+    frame = pl.DataFrame({"name": host.name_id, "dur_ns": host.end_ns - host.start_ns})
+    usual_ns = pl.col("dur_ns").median().over("name").clip(lower_bound=1)
+    return frame.select(pl.col("dur_ns") / usual_ns).to_series().to_numpy()
+
+
+def _worse_of_crossing(host: Host, times: npt.NDArray[np.float64]) -> Ints:
+    """Of operators that cross each other or annotations, the slices that last more `times` as long as usual.
+
+    One of two that cross has a wrong time; the calls of one operator may differ by more than ten times.
+    """
+    late, around = host.crossings
+    is_op = host.is_kind("cpu_op")
+    nests = (is_op | host.is_kind("annotation")) & ~host.names.runs_collective[host.name_id]
+    is_certain = nests[late] & nests[around] & (is_op[late] | is_op[around])
+    late, around = late[is_certain], around[is_certain]
+    worse = np.where(times[late] >= times[around], late, around)
+    return np.unique(worse[times[worse] > _LONG_TIMES])
+
+
+def _swallowing_operators(host: Host, times: npt.NDArray[np.float64]) -> Ints:
+    """Long operators with several distinct ones in them that hardly any other call of theirs contains: these follow it.
+
+    What an operator calls, it calls again; a duration that is too long contains what follows the call.
+    """
+    is_op = host.is_kind("cpu_op")
+    is_long = is_op & (times > _LONG_TIMES)
+    has_long = np.bincount(host.name_id, is_long) > 0
+    inner = np.flatnonzero(is_op & (host.parent >= 0))
+    inner = inner[is_op[host.parent[inner]]]
+    inner = inner[has_long[host.name_id[host.parent[inner]]]]
+    outer = host.parent[inner]
+    if not is_long[outer].any():
+        return np.empty(0, np.int64)
+    # Names of parents begin with 1; 0 stands for none.
+    name_count = len(host.names.name) + 1
+    parent_name = np.where(host.parent >= 0, host.name_id[host.parent] + 1, 0)
+    pair = host.name_id * name_count + parent_name
+    as_sibling = host.name_id[inner] * name_count + parent_name[outer]
+    _, number = np.unique(pair[inner], return_inverse=True)
+    calls, first = np.unique(number * len(host.row) + outer, return_index=True)
+    call_count = np.bincount(calls // len(host.row))[number]
+    most = np.maximum(_FOREIGN_RATIO * np.bincount(host.name_id)[host.name_id[outer]], 1)
+    is_foreign = (call_count <= most) & np.isin(as_sibling, pair) & is_long[outer]
+    operators, foreign_count = np.unique(outer[first[is_foreign[first]]], return_counts=True)
+    return operators[foreign_count >= _FOREIGN_CHILDREN]
+
+
+def _longest_by(keys: Ints, dur: Ints, usual: Flags) -> Ints:
+    """Longest duration of the usual rows with the same keys; -1 where there is none."""
+    _, group = np.unique(keys, axis=1, return_inverse=True)
+    group = group.reshape(-1)
+    longest = np.full(int(group.max()) + 1, -1, np.int64)
+    np.maximum.at(longest, group[usual], dur[usual])
+    return longest[group]
+
+
+def _without_overlong(
+    slices: Slices, host_flags: Flags, device_flags: Flags, names: pl.Series, odd: OddValues
+) -> Slices:
+    for frame, flags in ((slices.host, host_flags), (slices.device, device_flags)):
+        rows = frame.filter(pl.Series(flags)) if flags.any() else frame.clear()
+        odd.overlong += [Overlong(names[name], dur_ns) for name, dur_ns in rows.select("name", "dur_ns").iter_rows()]
+    return slices.without(host_flags, device_flags)
