@@ -32,13 +32,14 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1e9, help="stop after so many")
     parser.add_argument("--pairs", type=int, default=3000, help="how many pairs (default: 3000)")
     parser.add_argument("--seed", type=int, default=0, help="of the pairs (default: 0)")
+    parser.add_argument("--pairs-only", action="store_true", help="pairs of parts that the log says are read")
     parser.add_argument("--of", default="", help="only recordings and parts whose names contain this")
     parser.add_argument("--log", type=Path, help="a line of JSON per case; cases that it has are not tried again")
     options = parser.parse_args()
     deadline = time.monotonic() + options.seconds
     tried = Log(options.log)
     singles = _singles(options.of)
-    for case in singles:
+    for case in [] if options.pairs_only else singles:
         if time.monotonic() > deadline:
             break
         tried.add(case)
