@@ -167,7 +167,8 @@ def _beyond(run: Run, finding: Finding, removed: list[Removal], causing: Mapping
     if not is_uneven and not is_occasional and (not is_minor or finding.consequence_of):
         return finding
     others = [removal for removal in removed if not (is_minor and removal.cause.pricing is Pricing.LATE_RANKS)]
-    if is_occasional:  # late launches, and waits for late ranks, may be its time under another name
+    if is_occasional and finding.severity > Severity.INFO:
+        # Late launches, and waits for late ranks, may be its time under another name.
         others = [removal for removal in removed if removal.cause.pricing is Pricing.SOURCE]
     before_ns = savings.waiting_ns(run)
     ratio = min(1.0, savings.waiting_ns(run, others) / before_ns) if before_ns and others else 1.0
@@ -266,7 +267,7 @@ def _price(
     before = _causes_before(run, finding, removed)
     first = (*_stalled_before(removal, stalled), *before, *others)
     if what_if.cause is OCCASIONAL_STRAGGLER and solo.saved_ns < _MIN_EXPLAINED_RATIO * finding.cost_ns:
-        return [finding]  # the rank is late because of the end of the steps before, which the replay leaves as it is
+        return [_of_steps_before(run, finding, removal)]
     after = _mean_saving(run, removal, first)
     mean = min(solo, after, key=lambda saving: saving.saved_ns) if after else solo
     saved_ns = max(0, min(mean.saved_ns, finding.cost_ns) if what_if.is_partial else mean.saved_ns)
@@ -305,6 +306,20 @@ def _price(
         removals=(*before, *others, removal),
     )
     return [priced]
+
+
+def _of_steps_before(run: Run, finding: Finding, removal: Removal) -> Finding:
+    """A finding on a rank that is no slower in its late steps, which is information if it isn't in those before either.
+
+    What a rank takes longer for at the end of a step makes it late in the next one, which a replay of the late steps
+    leaves as it is. Where neither is longer, other ranks were faster or slower: a pause of all ranks ends their lead.
+    """
+    before = stragglers.steps_before(run, removal)
+    saving = _mean_saving(run, before) if before.steps else None
+    if saving is None or saving.saved_ns >= _MIN_EXPLAINED_RATIO * finding.cost_ns:
+        return finding
+    no_longer = " It works no longer in these steps, or in those before, than in its others: its lead has ended."
+    return replace(finding, severity=Severity.INFO, message=finding.message + no_longer)
 
 
 def _costliest_of(removals: Iterable[Removal], causing: Mapping[Cause, Finding]) -> str:

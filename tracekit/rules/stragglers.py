@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import polars as pl
@@ -30,6 +30,8 @@ _MOST = 0.5
 _MIN_LATEST_RATIO = 2 / 3
 """Share of the waiting from which a rank is named; below, a second one may be as late (Megatron: 52% and 42%)."""
 _MAX_NAMED = 3
+_FEW_STEPS = 2
+"""Steps of which the range is their spread: quartiles of two are interpolated, and one may be four times the other."""
 _MIN_RECURRING = 3
 """Delays from which they recur: one of each of two ranks may be two pauses (faults/no-prefetch)."""
 _MORE_THAN_LEAD = 1.5
@@ -52,12 +54,12 @@ class Straggler(Rule):
     is idle in collectives for longer than the late rank is: where compute overlaps the wait, the following collectives
     start late instead. Extra time that the late rank itself spends in collectives is a slow link (RANK002) and
     subtracted. In each step the median over the other ranks counts. More than half of all waiting in collectives must
-    be for this rank. Where the loss varies by more than `max_spread_ratio` (interquartile range over median) between
-    steps, it may be noise that meets this rank by chance: then it is reported if the probability is at most
-    `max_chance` that some rank is the latest as often though all are late alike. Differences below the clock error are
-    ignored. Steps that save are left out. Where no steps are marked, or only one, the window's collectives are divided
-    into four parts: the rank must have most of the waiting in three of them, and no single collective more than a
-    quarter of it.
+    be for this rank. Where the loss varies by more than `max_spread_ratio` (interquartile range over median; of two
+    steps, their difference over the mean) between steps, it may be noise that meets this rank by chance: then it is
+    reported if the probability is at most `max_chance` that some rank is the latest as often though all are late alike.
+    Differences below the clock error are ignored. Steps that save are left out. Where no steps are marked, or only one,
+    the window's collectives are divided into four parts: the rank must have most of the waiting in three of them, and
+    no single collective more than a quarter of it.
     A rank that is late because it waited for a rank of another process group passes the blame on to that one; so does a
     rank that waited longer for sends and receives of its pipeline than the other ranks of its stage did. The cost is
     the saving of a replay in which nobody waits for the rank (`tracekit whatif`): while the others wait, their hosts
@@ -127,7 +129,8 @@ class Straggler(Rule):
         if late.height < self.min_steps_ratio * since.height or since.height * 3 < rank_steps.height:
             return None
         lost = since["lost_ratio"]
-        low, middle, high = (lost.quantile(q, "linear") or 0.0 for q in (0.25, 0.5, 0.75))
+        quantiles = (0.25, 0.5, 0.75) if since.height > _FEW_STEPS else (0.0, 0.5, 1.0)
+        low, middle, high = (lost.quantile(q, "linear") or 0.0 for q in quantiles)
         is_steady = high - low <= self.max_spread_ratio * middle
         sides = len(run.ranks) / len(rank_steps["late_ranks"][0])
         if not is_steady and _chance(late.height, since.height, sides) > self.max_chance:
@@ -567,7 +570,9 @@ class OccasionalStraggler(Rule):
     other ranks as in RANK001. Losses below `min_lost_ratio` of the window, and ranks that straggle in most steps, are
     left out. On a CPU run, where other processes slow ranks down, a single step in which the rank runs no more
     operators than usual is information. The cost is the saving of a replay in which the rank takes no longer in these
-    steps than in its others, as a mean over all steps.
+    steps than in its others, as a mean over all steps. Where that saves nothing, and neither does it in the steps
+    before, the finding is information: the rank is no slower there, but others were, or a pause of all ranks ended its
+    lead.
 
     How to fix: divide the evaluation, metrics or samples among the ranks, or do them less often.
 
@@ -645,6 +650,13 @@ def occasional_removal(run: Run, finding: Finding) -> Removal:
     events = run.table(stragglers.occasional_stragglers)
     of_ranks = events.filter(pl.col("late_ranks") == pl.lit(list(finding.ranks), pl.List(pl.Int64)))
     return Removal(OCCASIONAL_STRAGGLER, finding.ranks, steps=tuple(of_ranks.select(_STEP).sort(_STEP).iter_rows()))
+
+
+def steps_before(run: Run, removal: Removal) -> Removal:
+    """The same removal in the steps before those in which ranks are late, as far as they are not late there, too."""
+    order = stragglers.steps(run).select(*_STEP, before=pl.col("step").shift(1).over("window")).drop_nulls()
+    before = [(window, before) for window, step, before in order.iter_rows() if (window, step) in removal.steps]
+    return replace(removal, steps=tuple(step for step in before if step not in removal.steps))
 
 
 def _occasional_reason(run: Run, ranks: tuple[int, ...], events: pl.DataFrame, subject: Subject) -> Reason | None:
