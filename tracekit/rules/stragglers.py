@@ -128,10 +128,7 @@ class Straggler(Rule):
         since = rank_steps.filter(pl.col("order") >= late["order"][0])
         if late.height < self.min_steps_ratio * since.height or since.height * 3 < rank_steps.height:
             return None
-        lost = since["lost_ratio"]
-        quantiles = (0.25, 0.5, 0.75) if since.height > _FEW_STEPS else (0.0, 0.5, 1.0)
-        low, middle, high = (lost.quantile(q, "linear") or 0.0 for q in quantiles)
-        is_steady = high - low <= self.max_spread_ratio * middle
+        is_steady = _spread_ratio(since["lost_ratio"]) <= self.max_spread_ratio
         sides = len(run.ranks) / len(rank_steps["late_ranks"][0])
         if not is_steady and _chance(late.height, since.height, sides) > self.max_chance:
             return None
@@ -205,6 +202,17 @@ def _idle(worst: dict[str, Any]) -> str:
         return f" They idle for {idle} of it; compute hides the rest of their waiting, which makes them late in turn."
     slower = units.duration(worst["idle_ns"] - worst["lost_ns"])
     return f" They idle for {idle}, of which {slower} is a longer transfer, not lateness."
+
+
+def _spread_ratio(losses: pl.Series) -> float:
+    """Interquartile range of losses over their median; of two, their difference over the mean.
+
+    >>> round(_spread_ratio(pl.Series([0.07, 0.21])), 2), round(_spread_ratio(pl.Series([0.07, 0.14, 0.21])), 2)
+    (1.0, 0.5)
+    """
+    quantiles = (0.25, 0.5, 0.75) if len(losses) > _FEW_STEPS else (0.0, 0.5, 1.0)
+    low, middle, high = (losses.quantile(q, "linear") or 0.0 for q in quantiles)
+    return (high - low) / middle if middle else 0.0
 
 
 def _chance(late_count: int, count: int, sides: float) -> float:
