@@ -1,6 +1,6 @@
 """Whether `compare` decides, and names what was changed: pairs with a planted change, and pairs without one.
 
-    python -m benchmarks.compare_verdicts [FOLDER…] [--recordings RUNS] [--seeds 3] [--out docs/lab/compare_verdicts.md]
+    python -m benchmarks.compare_verdicts [FOLDER…] [--recordings RUNS…] [--out docs/lab/compare_verdicts.md]
 
 Changes of 10, 20, 50 and 100% of a step are planted
 
@@ -8,7 +8,7 @@ Changes of 10, 20, 50 and 100% of a step are planted
   longer, after a warm-up;
 - in public recordings of all ranks of a job (FOLDER), replayed by `perturbation_graph`: before and after take other
   steps' durations (`false_alarms.resample`), and the truth is how much longer the replay with the fault takes;
-- in trainings on CPUs (RUNS, made by ``--record``) while other programs use the processors: the data loader waits.
+- in trainings on CPUs (RUNS, made by ``--record``) while other programs use the processors.
 
 A pair is decided if its verdict is worse, and right if the first contribution that the sentence names is the planted
 one. Pairs without a change (A/A) are two seeds, two replays, two recordings, and the steps of a recording in halves:
@@ -75,8 +75,17 @@ _TRAINING = (
     "--profile-warmup 2 --profile-active 6 --steps 14 --checkpoint-every 100"
 )
 HEALTHY = "healthy"
-_WAITS = {"dataloader=15ms": 0.2, "dataloader=40ms": 0.5, "dataloader=80ms": 1.0}
-"""Faults of trainings, by their size in steps on idle processors."""
+_TRAINED = {
+    step_parts.DATA: {"dataloader=6ms": 0.1, "dataloader=15ms": 0.2, "dataloader=40ms": 0.5, "dataloader=80ms": 1.0},
+    step_parts.LAUNCH: {"late-launch=3ms": 0.1, "late-launch=8ms": 0.2, "late-launch=20ms": 0.5},
+    step_parts.COMPUTE: {"more-compute=60": 0.1, "more-compute=150": 0.2},
+    step_parts.COMMUNICATION: {
+        "more-communication=3000": 0.1,
+        "more-communication=4096": 0.2,
+        "more-communication=6000": 0.2,
+    },
+}
+"""Faults of trainings, by the kind of time that they lengthen, with their size in steps on idle processors."""
 
 
 @dataclass(frozen=True)
@@ -265,8 +274,8 @@ def _step_ns(side: RunSamples) -> float:
 
 def record(folder: Path, rounds: int) -> None:
     """Record trainings on this machine, whatever else runs on it, that are not there yet."""
-    kinds = [kind for fault in _WAITS for kind in (HEALTHY, fault)] * rounds
-    for number, kind in enumerate(kinds):
+    kinds = [kind for faults_of_kind in _TRAINED.values() for fault in faults_of_kind for kind in (HEALTHY, fault)]
+    for number, kind in enumerate(kinds * rounds):
         out = folder / f"{number:04d}-{kind}"
         if out.is_dir():
             continue
@@ -288,11 +297,12 @@ def trained_pairs(folder: Path) -> Iterator[Outcome]:
         yield Outcome.of(population, "", 0.0, comparison.compare(before, after))
     for side in sides.values():
         yield from _halves("halves of trainings", side)
-    for name, after in sides.items():
-        fault = name.partition("-")[2]
-        for before in healthy.values() if fault in _WAITS else ():
-            compared = comparison.compare(before, after)
-            yield Outcome.of(population, "data loader", _WAITS[fault], compared, names([step_parts.DATA]))
+    for kind, sizes in _TRAINED.items():
+        for name, after in sides.items():
+            fault = name.partition("-")[2]
+            for before in healthy.values() if fault in sizes else ():
+                compared = comparison.compare(before, after)
+                yield Outcome.of(population, fault.partition("=")[0], sizes[fault], compared, names([kind]))
 
 
 def _halves(population: str, side: RunSamples) -> Iterator[Outcome]:
@@ -348,22 +358,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Compare all pairs, print the table and what is wrong; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", type=Path, help="public recordings of all ranks of a job")
-    parser.add_argument("--recordings", type=Path, metavar="RUNS", help="trainings on CPUs")
+    parser.add_argument("--recordings", nargs="+", default=(), type=Path, metavar="RUNS", help="trainings on CPUs")
     parser.add_argument("--record", type=int, default=0, metavar="ROUNDS", help="record so many rounds of trainings")
     parser.add_argument("--seeds", type=int, default=3, help="pairs of each fault and size (default: 3)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="put the tables between the marks of this file")
     options = parser.parse_args(arguments)
     seeds = range(100, 100 + options.seeds)
     if options.recordings and options.record:
-        options.recordings.mkdir(parents=True, exist_ok=True)
-        record(options.recordings, options.record)
+        options.recordings[0].mkdir(parents=True, exist_ok=True)
+        record(options.recordings[0], options.record)
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="tracekit-verdicts-") as scratch:
         populations = [
             simulated_pairs(seeds, Path(scratch)),
             *(replayed_pairs(f, seeds, Path(scratch)) for f in options.folders),
         ]
-        populations += [trained_pairs(options.recordings)] if options.recordings else []
+        populations += map(trained_pairs, options.recordings)
         for population in populations:
             for outcome in population:
                 outcomes.append(outcome)

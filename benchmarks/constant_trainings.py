@@ -180,6 +180,13 @@ def tiny_all_reduces(changes: Changes) -> None:
     changes.after_backward = reduce
 
 
+def one_all_reduce(changes: Changes) -> None:
+    def reduce() -> None:
+        dist.all_reduce(torch.stack([parameter.grad.square().sum() for parameter in changes.model.parameters()]))
+
+    changes.after_backward = reduce
+
+
 def parameter_loop(changes: Changes) -> None:
     averages = [parameter.detach().clone().flatten() for parameter in changes.model.parameters()]
 
@@ -227,8 +234,18 @@ def anomaly_mode(changes: Changes) -> None:
     changes.with_step = partial(torch.autograd.set_detect_anomaly, mode=True)
 
 
+def copied_logits(changes: Changes) -> None:
+    def copy(logits: torch.Tensor) -> None:
+        copies = torch.empty(12, *logits.shape)
+        for part in copies:
+            part.copy_(logits.detach())
+
+    changes.after_forward = copy
+
+
 @contextlib.contextmanager
-def deterministic(_changes: Changes) -> Iterator[None]:
+def deterministic(changes: Changes) -> Iterator[None]:
+    copied_logits(changes)
     torch.use_deterministic_algorithms(mode=True)
     try:
         yield
@@ -294,6 +311,9 @@ TROUBLES: dict[str, Trouble] = {
     )
 }  # fmt: skip
 
+TWINS: dict[str, Trouble] = {"tiny_all_reduces": one_all_reduce, "deterministic": copied_logits}
+"""Healthy twins that do the same in another way. The others do nothing of what their trouble does."""
+
 
 def record(run: Path, size: str, rank: int, trouble: Trouble) -> None:
     """Record one training. Its runs of one size start from the same weights and do the same steps."""
@@ -333,7 +353,7 @@ def main() -> None:
     dist.init_process_group("gloo", store=store, rank=int(rank), world_size=RANKS)
     record(Path(folder, "warm-up"), size, int(rank), _nothing)
     for name in names or TROUBLES:
-        for kind, trouble in ((HEALTHY, _nothing), ("trouble", TROUBLES[name])):
+        for kind, trouble in ((HEALTHY, TWINS.get(name, _nothing)), ("trouble", TROUBLES[name])):
             record(Path(folder, name, kind), size, int(rank), trouble)
     dist.destroy_process_group()
 

@@ -39,14 +39,14 @@ NAMED_BY: Mapping[str, tuple[str, ...]] = {
     "threads": ("HOST007",), "logging_every_step": ("HOST001", "HOST002"), "cpu_copies": ("HOST001", "HOST002"),
     "one_core": ("HOST007",), "tiny_all_reduces": ("COMM002",), "parameter_loop": ("HOST001", "COMP008"),
     "loader_without_workers": ("HOST003",), "barriers": ("COMM001", "COMM002"), "checkpoints": ("CKPT001", "HOST001"),
-    "profiler_hooks": ("HOST001",), "anomaly_mode": ("HOST001", "COMP009"), "deterministic": (),
+    "profiler_hooks": ("HOST001",), "anomaly_mode": ("HOST001", "COMP009"), "deterministic": ("COMP010",),
     "slow_disk_log": ("HOST001",),
     "denormals": ("COMP006",), "tokenize": ("HOST001", "HOST003"), "item_per_parameter": ("HOST001", "HOST002"),
     "dtype_casts": ("COMP007",),
 }  # fmt: skip
-"""The rules that may name each trouble, fixed before the first recording was judged. None: no rule is about it.
+"""The rules that may name each trouble, fixed before the first recording was judged.
 
-COMP006 to COMP009 were written later, after recordings of four troubles that no rule was about.
+COMP006 to COMP010 were written later, after recordings of five troubles that no rule was about.
 """
 
 
@@ -117,11 +117,10 @@ def _median_step_ns(run: Run) -> int:
 def table(verdicts: Sequence[Verdict]) -> list[str]:
     """Return the verdicts as Markdown, with the shares above."""
     costly = [verdict for verdict in verdicts if verdict.is_costly]
-    with_rule = [verdict for verdict in costly if NAMED_BY[verdict.trouble]]
-    named = [verdict for verdict in with_rule if verdict.is_named]
+    named = [verdict for verdict in costly if verdict.is_named]
     lines = [
         f"- {len(verdicts)} pairs; in {len(costly)} the trouble costs {units.share(_LEAST_RATIO)} of the step or more.",
-        f"- The first warning names the cause in {len(named)} of these; a rule is about it in {len(with_rule)}.",
+        f"- The first warning names the cause in {len(named)} of these.",
         f"- The healthy twin has no warning in {sum(not v.twin_warnings for v in verdicts)} of {len(verdicts)}.",
         f"- The cost is within {units.share(_TOLERANCE)} of the difference in {sum(v.is_priced for v in named)} of "
         f"{len(named)} that are named.",

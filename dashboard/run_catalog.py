@@ -22,7 +22,7 @@ from dashboard.run_entry import (
 )
 from tracekit import conventions
 from tracekit.analysis.memory.snapshot_files import PICKLES
-from tracekit.conventions import object_storage
+from tracekit.conventions import object_storage, regular_files
 from tracekit.ingest import files
 from tracekit.ingest.file_states import FileState, FileStates
 from tracekit.ingest.readers import logs
@@ -289,7 +289,7 @@ def _is_other_json(folder: Path, file: FileState) -> bool:
     if is_trace_by_name(name) or not name.lower().endswith(".json"):
         return False
     try:
-        with (folder / file.path).open("rb") as stream:
+        with regular_files.open_to_read(folder / file.path) as stream:
             return b'"traceEvents"' not in stream.read(_HEAD_BYTES)
     except OSError:
         return False

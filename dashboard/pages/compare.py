@@ -13,7 +13,7 @@ from dashboard.run_store.regression import Change, Comparison, ScalingComparison
 from dashboard.url_state import bind_flag
 from tracekit.errors import NotComparableError
 from tracekit.model import escaping
-from tracekit.report import charts, comparison, html_fragments, scaling, step_change, step_verdict
+from tracekit.report import call_changes, charts, comparison, html_fragments, scaling, step_change, step_verdict
 from tracekit.report.headlines import Headline
 
 _BEFORE, STEP_TIME = "before", "step_time_ns"
@@ -41,6 +41,7 @@ def show(entries: Sequence[RunEntry]) -> None:
             _scaling(by_size)
         _differences(usable[0], usable[1:])
         candidate = _choose_candidate(usable[1:])
+        _call_changes(usable[0], candidate)
         _step_change(usable[0], candidate)
         _call_stacks(usable[0], candidate)
     breakdowns = {entry.name: table for entry, table in steps if table is not None and table.height}
@@ -139,6 +140,21 @@ def _choose_candidate(candidates: Sequence[RunEntry]) -> RunEntry:
     widgets.subheader("What changed the step")
     by_name = {entry.name: entry for entry in candidates}
     return by_name[widgets.segments("Run", "changed_run", list(by_name))] if len(by_name) > 1 else candidates[0]
+
+
+def _call_changes(reference: RunEntry, candidate: RunEntry) -> None:
+    """Show whether calls are extra, larger, slower or late; where runs cannot be compared, the next table says it."""
+    with st.spinner("Comparing calls"), contextlib.suppress(NotComparableError):
+        cells = call_changes.cells(regression.compare_calls(reference, candidate))
+        if cells is not None:
+            rows = [list(map(comparison.with_minus_signs, row)) for row in cells.rows]
+            right = [column in cells.numbers for column in range(len(cells.header))]
+            widgets.html(escaping.html_table(list(cells.header), rows, right=right))
+            downloads.cells(list(cells.header), rows, key="call_changes")
+            widgets.caption(
+                "What the calls of the median step changed by: those that only one run has, the same ones with other "
+                "shapes, slower or late ones. They add up to the change of the step; calls is their number in a step."
+            )
 
 
 def _call_stacks(reference: RunEntry, candidate: RunEntry) -> None:

@@ -38,6 +38,16 @@ def compare(reference: RunEntry, candidate: RunEntry) -> Comparison:
 
 
 @cached_per_run(max_entries=MAX_COMPARISONS, max_private=MAX_COMPARISONS)
+def compare_calls(reference: RunEntry, candidate: RunEntry) -> Comparison:
+    """Return the comparison with what the calls of the step changed by. Raises NotComparableError."""
+    a, b = run_store.open_run(reference), run_store.open_run(candidate)
+    # In one order, so that two sessions do not wait for each other.
+    first, second = sorted((a, b), key=lambda opened: opened.run.path)
+    with first.lock, second.lock:
+        return comparison.compare_runs(a.run, b.run, allow_different=True)
+
+
+@cached_per_run(max_entries=MAX_COMPARISONS, max_private=MAX_COMPARISONS)
 def sizes(*entries: RunEntry) -> ScalingComparison | None:
     """Return the comparison of runs of different size with the first one; None where their sizes do not differ.
 

@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from instrumented_trainers.config import parallelism
@@ -13,20 +14,33 @@ from instrumented_trainers.config.settings import (
     TrainingConfig,
 )
 from instrumented_trainers.model_config import PRESETS
+from tracekit.conventions import strategies
+
+_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "learning_rate": (lambda value: 0 < value < math.inf, "more than 0"),
+    "final_learning_rate_ratio": (lambda value: 0 <= value <= 1, "from 0 to 1"),
+    "weight_decay": (lambda value: 0 <= value < math.inf, "0 or more"),
+    "beta1": (lambda value: 0 <= value < 1, "from 0 to below 1"),
+    "beta2": (lambda value: 0 <= value < 1, "from 0 to below 1"),
+    "momentum": (lambda value: 0 <= value < 1, "from 0 to below 1"),
+    "dropout": (lambda value: 0 <= value < 1, "from 0 to below 1"),
+    "max_norm": (lambda value: 0 <= value < math.inf, "more than 0, or 0 not to clip"),
+    "balance_loss": (lambda value: 0 <= value < math.inf, "0 or more"),
+    "timeout_s": (lambda value: 0 < value < math.inf, "more than 0 seconds"),
+}
+"""What each option of a fractional number takes: a test that not-a-number fails, too, and words."""
 
 
 def problem(config: TrainingConfig, *, is_dry_run: bool = False) -> str | None:
     """Return why a run cannot start, or None. A dry run needs no GPUs and no folder."""
+    if reason := _number_problem(config):
+        return reason
     if not is_dry_run and (reason := _place_problem(config)):
         return reason
     if (is_dry_run or config.memory_report) and (reason := _formula_problem(config)):
         return f"{'--dry-run' if is_dry_run else '--memory-report'}: has no formula for {reason}"
     if config.init_from is None and config.checkpoint_layers > PRESETS[config.model].layers:
         return f"--checkpoint-layers {config.checkpoint_layers}: {config.model} has {PRESETS[config.model].layers}"
-    if reason := _expert_problem(config):
-        return reason
-    if config.recompute == SELECTIVE and (config.reentrant or not config.checkpoint_layers):
-        return "--recompute selective: needs --checkpoint-layers N, and not --reentrant"
     if config.strategy == "fsdp1" and config.precision == "fp64" and config.max_norm > 0:
         return "--strategy fsdp1 --precision fp64: FSDP1 cannot clip fp64 gradients; add --max-norm 0"
     if config.peak_flops is not None and config.peak_flops <= 0:
@@ -34,12 +48,31 @@ def problem(config: TrainingConfig, *, is_dry_run: bool = False) -> str | None:
     if config.memory_report and config.profile_wait <= MEMORY_STEP:
         return f"--memory-report: measures step {MEMORY_STEP}; add --profile-wait {MEMORY_STEP + 1}, or more"
     return (
-        _text_problem(config)
+        _expert_problem(config)
+        or _recomputation_problem(config)
+        or _text_problem(config)
         or _evaluation_problem(config)
         or _layout_problem(config)
         or _optimization_problem(config)
         or _fault_problem(config)
     )
+
+
+def _number_problem(config: TrainingConfig) -> str | None:
+    """Return why a fractional number is impossible, or None."""
+    for name, (is_possible, words) in _RANGES.items():
+        if not is_possible(value := getattr(config, name)):
+            return f"--{name.replace('_', '-')} {value:g}: takes {words}"
+    return None
+
+
+def _recomputation_problem(config: TrainingConfig) -> str | None:
+    """Return why activations cannot be recomputed so, or None."""
+    if config.recompute == SELECTIVE and (config.reentrant or not config.checkpoint_layers):
+        return "--recompute selective: needs --checkpoint-layers N, and not --reentrant"
+    if config.reentrant and not config.checkpoint_layers:
+        return "--reentrant: recomputes nothing without --checkpoint-layers N"
+    return None
 
 
 def _expert_problem(config: TrainingConfig) -> str | None:
@@ -91,10 +124,8 @@ def _gpu_problem(config: TrainingConfig, *, launched: bool) -> str | None:
 
 def _text_problem(config: TrainingConfig) -> str | None:
     """Return why the text or its tokenizer is impossible, or None."""
-    for option, paths in (("data", config.data), ("eval-data", config.eval_data)):
-        missing = [path for path in paths if not path.is_file()]
-        if missing:
-            return f"--{option} {missing[0]}: no such file"
+    if reason := _file_problem("data", config.data) or _file_problem("eval-data", config.eval_data):
+        return reason
     if config.tokenizer is not None and not config.tokenizer.is_file():
         return f"--tokenizer {config.tokenizer}: no such file"
     if config.init_from is not None and not (config.init_from / "config.json").is_file():
@@ -111,6 +142,16 @@ def _text_problem(config: TrainingConfig) -> str | None:
         return f"--train-tokenizer {config.train_tokenizer}: bytes alone are {SMALLEST_VOCABULARY} tokens; give more"
     if config.separator is not None and config.tokenizer is None and config.init_from is None:
         return "--separator: only with --tokenizer; others have one of their own"
+    return None
+
+
+def _file_problem(option: str, paths: Iterable[Path]) -> str | None:
+    """Return why an option's files have no text, or None."""
+    for path in paths:
+        if not path.is_file():
+            return f"--{option} {path}: {'is no regular file' if path.exists() else 'no such file'}"
+        if not path.stat().st_size:
+            return f"--{option} {path}: the file is empty"
     return None
 
 
@@ -136,6 +177,8 @@ def _layout_problem(config: TrainingConfig) -> str | None:
         return f"--offload: {config.strategy} cannot; zero1, fsdp2 and yafsdp can"
     if config.prefetch is not None and config.strategy != "fsdp2":
         return f"--prefetch: {config.strategy} does not take it; only fsdp2 does"
+    if config.keep_gathered and not strategies.STRATEGIES[config.strategy].shards_parameters:
+        return f"--keep-gathered: {config.strategy} gathers no weights; fsdp1, fsdp2 and yafsdp do"
     if config.reshard_to is None:
         return None
     if config.strategy != "fsdp2" or config.keep_gathered:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from instrumented_trainers import regions
 from instrumented_trainers.parallelism import expert
 from instrumented_trainers.parallelism.pipeline import PipelineModel
-from instrumented_trainers.parallelism.yafsdp.optimizer_support import owner_of
+from instrumented_trainers.parallelism.yafsdp.shard_tensor import Shard
 
 _EPSILON = 1e-6  # as torch's clip_grad_norm_
 
@@ -88,9 +88,8 @@ def _shard_groups(parameter: nn.Parameter) -> tuple[dist.ProcessGroup, ...]:
     if isinstance(parameter, DTensor):
         placements = enumerate(parameter.placements)
         return tuple(parameter.device_mesh.get_group(dim) for dim, placement in placements if placement.is_shard())
-    owner = owner_of(parameter)
-    return (owner.ranks.shards,) if owner is not None else ()
+    return (parameter.place.ranks,) if isinstance(parameter, Shard) else ()
 
 
 def _local(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return gradient.to_local() if isinstance(gradient, DTensor | Shard) else gradient

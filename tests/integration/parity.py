@@ -244,16 +244,16 @@ def _gradient_difference(case: Case, sharded: nn.Module, reference: nn.Module) -
     largest = 0.0
     for shard_, parameter, elements in pairs(sharded, reference):
         assert (shard_.grad is None) == (parameter.grad is None), "a gradient on one side only"
-        if parameter.grad is not None and shard_.numel():
-            difference = relative(shard_.grad, parameter.grad.flatten()[elements], scale=parameter.grad)
+        if parameter.grad is not None and shard_.to_local().numel():
+            difference = relative(shard_.grad.to_local(), parameter.grad.flatten()[elements], scale=parameter.grad)
             largest = max(largest, difference)
     return largest
 
 
 def _parameter_difference(sharded: nn.Module, reference: nn.Module) -> float:
     differences = [
-        relative(shard_.detach(), parameter.detach().flatten()[elements], scale=parameter.detach())
+        relative(shard_.to_local().detach(), parameter.detach().flatten()[elements], scale=parameter.detach())
         for shard_, parameter, elements in pairs(sharded, reference)
-        if shard_.numel()
+        if shard_.to_local().numel()
     ]
     return max(differences, default=0.0)

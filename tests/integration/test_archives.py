@@ -16,7 +16,7 @@ import pytest
 import tracekit
 from tests.support.cli_runner import ROOT
 from tracekit.errors import BadTraceError, InputError
-from tracekit.ingest import archives
+from tracekit.ingest import archives, budget
 
 RUN = ROOT / "sample_traces" / "faults" / "healthy-fsdp2"
 NAMES = sorted(file.name for file in RUN.iterdir())
@@ -191,7 +191,8 @@ def test_a_member_that_leads_out_of_the_archive_is_left_out(tmp_path, name):
     run = tracekit.load(path, cache=False)
     assert [Path(s.path).name for s in run.sources] == ["rank0.pt.trace.json.gz"]
     issues = run.data_quality.filter(kind="damaged_archive")
-    assert any("leads out of the archive" in message for message in issues["message"])
+    reasons = ("leads out of the archive", "too long for a disk")
+    assert any(reason in message for message in issues["message"] for reason in reasons)
     assert not Path("/tmp/tracekit-out.json.gz").exists()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["run.tar"]
 
@@ -228,14 +229,14 @@ def test_a_symbolic_link_in_a_zip_is_not_made(tmp_path):
 
 
 def test_a_decompression_bomb_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(archives, "MIN_LIMIT_BYTES", 1 << 20)
+    monkeypatch.setattr(budget, "LEAST_BYTES", 1 << 20)
     bomb = tmp_path / "bomb.tar.gz"
     with tarfile.open(bomb, "w:gz") as archive:
         info, _ = member("rank0.json")
         info.size = 64 << 20
         archive.addfile(info, io.BytesIO(bytes(info.size)))
     before = set(Path(tempfile.gettempdir()).glob("tracekit-archive-*"))
-    with pytest.raises(BadTraceError, match=r"bomb\.tar\.gz: unpacks to more than .*; unpack it yourself"):
+    with pytest.raises(BadTraceError, match=r"bomb\.tar\.gz: unpacks to far more bytes"):
         tracekit.load(bomb)
     assert set(Path(tempfile.gettempdir()).glob("tracekit-archive-*")) <= before
 

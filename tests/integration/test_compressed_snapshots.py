@@ -50,7 +50,7 @@ def test_a_truncated_or_damaged_one_is_refused_in_a_line(tmp_path):
 
 def test_a_decompression_bomb_is_refused(tmp_path):
     path = tmp_path / "bomb.pickle.gz"
-    path.write_bytes(gzip.compress(b"\x80\x04](" + pickle.dumps("x" * 64)[2:-1] * 2_000_000))
+    path.write_bytes(gzip.compress(b"\x80\x04](" + pickle.dumps("x" * 64)[2:-1] * 4_000_000))
     assert path.stat().st_size < 1 << 20
-    with pytest.raises(BadTraceError, match="decompresses to far more"):
+    with pytest.raises(BadTraceError, match="far more bytes"):
         memory_snapshots.read(path)

@@ -116,8 +116,7 @@ def changed(
 
 def chosen(traces: dict[str, dict[str, Any]], categories: Sequence[str], count: int, seed: int = 0) -> list[int]:
     """Return the places of some events of these categories in the first trace."""
-    events = next(iter(traces.values()))["traceEvents"]
-    places = [place for place, event in enumerate(events) if event.get("ph") == "X" and event.get("cat") in categories]
+    places = places_of(traces, categories)
     return sorted(random.Random(seed).sample(places, min(count, len(places) // 20)))
 
 
@@ -187,24 +186,64 @@ def test_durations_that_contain_what_follows_are_left_out(recording, count, cate
     assert f"{len(places)} event" in quality(report)["bad_durations"]
 
 
+ANNOTATIONS = ("user_annotation",)
 EVERY = {
     "operators at time 0": (OPS, lambda event: _set(event, "ts", 0)),
     "operators a year later": (OPS, lambda event: _shifted(event, YEAR_US)),
+    "operators in milliseconds": (OPS, lambda event: _scaled(event, 1e-3)),
+    "operators 20 ms too long": (OPS, lambda event: _set(event, "dur", float(event["dur"]) + 2e4)),
     "calls 20 ms too long": (CALLS, lambda event: _set(event, "dur", float(event["dur"]) + 2e4)),
     "kernels at time 0": (KERNELS, lambda event: _set(event, "ts", 0)),
+    "kernels 20 ms too long": (KERNELS[:1], lambda event: _set(event, "dur", float(event["dur"]) + 2e4)),
+    "annotations 20 ms too long": (ANNOTATIONS, lambda event: _set(event, "dur", float(event["dur"]) + 2e4)),
+    "annotations 4 s too long": (ANNOTATIONS, lambda event: _set(event, "dur", float(event["dur"]) + 4e6)),
+    "annotations 10 s later": (ANNOTATIONS, lambda event: _shifted(event, 1e7)),
 }
+EVERY_CASES = [("GPU, compiled", wrong) for wrong in EVERY]
+EVERY_CASES += [("CPU, FSDP2", wrong) for wrong in EVERY if wrong.startswith(("op", "ann")) and "year" not in wrong]
+EVERY_EVERYDAY = [("GPU, compiled", "calls 20 ms too long"), ("GPU, compiled", "annotations 20 ms too long")]
+EVERY_EVERYDAY += [("CPU, FSDP2", "operators at time 0"), ("CPU, FSDP2", "operators 20 ms too long")]
 
 
-@pytest.mark.parametrize("wrong", others_in_accuracy(EVERY, ["operators at time 0", "calls 20 ms too long"]))
-def test_every_event_of_a_kind_may_be_wrong(wrong, tmp_path):
-    """Work at the time of its calls says which times are right, and calls do not nest ten deep."""
-    traces = read(RECORDINGS["GPU, compiled"])
+@pytest.mark.parametrize(("recording", "wrong"), others_in_accuracy(EVERY_CASES, EVERY_EVERYDAY))
+def test_every_event_of_a_kind_may_be_wrong(recording, wrong, tmp_path):
+    """Work at the time of its calls, and slices that nest, say which times are right."""
+    traces = read(RECORDINGS[recording])
     categories, change = EVERY[wrong]
-    events = next(iter(traces.values()))["traceEvents"]
-    places = [place for place, event in enumerate(events) if event.get("ph") == "X" and event.get("cat") in categories]
+    places = places_of(traces, categories)
     said, report = judge(changed(traces, places, lambda event: change(event) or [event]), tmp_path / "odd")
     assert said == judge(changed(traces, places, lambda event: []), tmp_path / "without")[0]
     assert {"bad_times", "bad_durations"} & quality(report).keys()
+
+
+@pytest.mark.parametrize("by_us", others_in_accuracy([2e4, 1e3], [2e4]))
+@pytest.mark.parametrize("recording", others_in_accuracy(["GPU, compiled", "CPU, stacks"], ["GPU, compiled"]))
+def test_one_operator_in_a_hundred_may_be_too_long(recording, by_us, tmp_path):
+    """It crosses others, or contains operators that stand next to its other calls."""
+    traces = read(RECORDINGS[recording])
+    places = places_of(traces, OPS)
+    places = sorted(random.Random(1).sample(places, len(places) // 100))
+    odd = changed(traces, places, lambda event: [event | {"dur": float(event["dur"]) + by_us}])
+    said, report = judge(odd, tmp_path / "odd")
+    assert said == judge(changed(traces, places, lambda event: []), tmp_path / "without")[0]
+    assert "bad_durations" in quality(report)
+
+
+def test_one_event_in_a_hundred_may_have_a_fractional_number(tmp_path):
+    traces = read(RECORDINGS["GPU, compiled"])
+    places = [place for place in places_of(traces, (*OPS, *CALLS)) if place % 100 == 0]
+
+    def with_float(event: Event) -> list[Event]:
+        args = event.get("args", {})
+        return [event | {"args": {key: float(value) if key == "External id" else value for key, value in args.items()}}]
+
+    assert judge(changed(traces, places, with_float), tmp_path / "odd")[0] == judge(traces, tmp_path / "clean")[0]
+
+
+def places_of(traces: dict[str, dict[str, Any]], categories: Sequence[str]) -> list[int]:
+    """Places of the slices of these categories in the first trace."""
+    events = next(iter(traces.values()))["traceEvents"]
+    return [place for place, event in enumerate(events) if event.get("ph") == "X" and event.get("cat") in categories]
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,12 @@ EVERYDAY = {
     "gpu/slow-rank",
 }
 SELECTED = others_in_accuracy(RUNS, EVERYDAY)
+SHARED = SAMPLES.parent.parent / "shared" / "traces"
+PUBLIC = [
+    pytest.param(str(folder), id=folder.name, marks=pytest.mark.accuracy)
+    for folder in sorted(SHARED.glob("*"))
+    if any(folder.glob("*.json*"))
+]
 _QUOTED = re.compile(r"of (\S+ \S+) \([\d.]+%\) in step (\d+) of rank (\d+) \(the rank's median by this measure\)")
 
 
@@ -195,7 +201,7 @@ def test_metrics_of_the_breakdown_are_those_of_its_slowest_ranks(name):
         assert {units.duration(value) for value in shown.values()} == {units.duration(worst)}, metric
 
 
-@pytest.mark.parametrize("name", SELECTED)
+@pytest.mark.parametrize("name", SELECTED + PUBLIC)
 def test_findings_cost_the_same_in_text_json_html_what_if_and_dashboard(name):
     opened, answers = open_run(name), replayed(name)
     text_in_detail = " ".join(printed(name).split())
@@ -219,7 +225,7 @@ def test_findings_cost_the_same_in_text_json_html_what_if_and_dashboard(name):
             assert differs == ("Removing it saves" in found.message)
 
 
-@pytest.mark.parametrize("name", SELECTED)
+@pytest.mark.parametrize("name", SELECTED + PUBLIC)
 def test_what_if_lists_the_causes_of_findings_first_with_their_numbers(name):
     answers = replayed(name)
     if answers is None:

@@ -21,6 +21,12 @@ def recordings(tmp_path_factory):
     return perturbation_graph.with_faster_hosts(FOLDER, tmp_path_factory.mktemp("fast"), HOST_SPEED)
 
 
+@pytest.fixture(scope="module")
+def control(recordings, tmp_path_factory):
+    job = perturbation_graph.load(recordings.glob("*.json.gz"))
+    return perturbed.Control.of(perturbed.check_job(job, tmp_path_factory.mktemp("control")))
+
+
 @pytest.mark.parametrize(
     ("fault", "code"),
     others_in_accuracy(
@@ -33,17 +39,11 @@ def recordings(tmp_path_factory):
         [(injected_faults.slow_rank, "RANK001")],
     ),
 )
-def test_a_fault_is_one_warning_at_its_price(recordings, tmp_path, fault, code):
+def test_a_fault_is_one_warning_at_its_price(recordings, control, tmp_path, fault, code):
     job = perturbation_graph.load(recordings.glob("*.json.gz"))
-    control = perturbed.Control.of(perturbed.check_job(job, _folder(tmp_path / "control")))
     culprit = fault(job, 0.15, random.Random("slow"))
-    (finding,) = (f for f in perturbed.check_job(job, _folder(tmp_path / "changed")).findings if f.code == code)
+    (finding,) = (f for f in perturbed.check_job(job, tmp_path).findings if f.code == code)
     assert finding.severity >= Severity.WARNING
     assert culprit is None or finding.ranks == (culprit,)
     truth_ns = 1000 * job.lost_in_steps_us()
     assert finding.cost_ns - control.cost_ns(finding) == pytest.approx(truth_ns, rel=0.15)
-
-
-def _folder(path: Path) -> Path:
-    path.mkdir()
-    return path

@@ -126,6 +126,7 @@ def _largest(sharded: nn.Module, reference: nn.Module, *, gradients: bool) -> fl
     largest = 0.0
     for shard, parameter, elements in pairs(sharded, reference):
         own, expected = (shard.grad, parameter.grad) if gradients else (shard.detach(), parameter.detach())
+        own = own.to_local() if own is not None else None
         expected = expected.to_dense() if expected is not None and expected.is_sparse else expected
         assert (own is None) == (expected is None), "a gradient on one side only"
         if own is not None and expected is not None and own.numel():

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tracekit import conventions
-from tracekit.conventions import redaction
+from tracekit.conventions import redaction, regular_files
 
 _appending = threading.Lock()
 _LEVEL = 6  # on traces far faster than Python's default of 9, for a few percent more bytes
@@ -71,7 +71,11 @@ def compress(source: Path, target: Path) -> None:
     """Write `source`, a trace, to `target` through gzip without secrets, and remove it."""
     redactor = redaction.Redactor(lambda _, __: redaction.REDACTED)
     try:
-        with atomic_write(target) as partial, source.open("rb") as plain, gzip.open(partial, "wb", _LEVEL) as packed:
+        with (
+            atomic_write(target) as partial,
+            regular_files.open_to_read(source) as plain,
+            gzip.open(partial, "wb", _LEVEL) as packed,
+        ):
             while lines := plain.readlines(_PIECE_BYTES):  # a string of JSON ends on its line
                 packed.write(redactor.redact(b"".join(lines)))
     except BaseException:
@@ -116,7 +120,7 @@ def folder_owner(folder: Path) -> str | None:
     deadline = time.monotonic() + _PATIENCE_S
     while True:
         try:
-            text = (folder / conventions.CLAIM_FILE).read_text(encoding="utf-8")
+            text = regular_files.read_text(folder / conventions.CLAIM_FILE)
         except OSError:
             return None
         if text or time.monotonic() > deadline:  # empty between creation and writing

@@ -11,6 +11,7 @@ from typing import TextIO
 import torch
 
 from tracekit import conventions
+from tracekit.conventions import regular_files
 
 _MOST_PENDING = 64
 
@@ -63,7 +64,7 @@ class MetricsLog:
     def __init__(self, path: Path, *, first_step: int = 0) -> None:
         self._path = path
         self._partial = path.with_name(path.name + conventions.PARTIAL_SUFFIX)
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if first_step and path.exists() else []
+        lines = regular_files.read_text(path).splitlines(keepends=True) if first_step and path.exists() else []
         earlier = [line for line in lines if json.loads(line)["step"] < first_step]
         self._file: TextIO = self._partial.open("w", encoding="utf-8")
         self._file.writelines(earlier)

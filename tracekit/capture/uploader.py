@@ -24,7 +24,7 @@ from typing import Any
 
 from tracekit import conventions
 from tracekit.capture import notices
-from tracekit.conventions import object_storage, python_child
+from tracekit.conventions import object_storage, python_child, regular_files
 from tracekit.conventions.object_storage import StorageError
 
 FINISH = "finish"
@@ -105,7 +105,7 @@ class Uploader:
         if not path.is_file():  # a log has got its final name, or the file is uploaded
             return
         if self._is_log(path):
-            content = path.read_bytes()
+            content = regular_files.read_bytes(path)
             content = content[: content.rfind(b"\n") + 1]  # up to the end of the last complete line
             object_storage.call_with_retries(target, lambda: _put(target, content))
         else:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from tracekit import conventions
 from tracekit.capture import atomic_files
+from tracekit.conventions import regular_files
 
 _SPAN = re.compile(r"\s*(\d+)\s*:\s*(\d+)\s*")
 _MOST_DIGITS = 12
@@ -161,7 +162,7 @@ class WindowRequests:
     def _read(self) -> Any:
         path = self._run / conventions.REQUEST_FILE
         try:
-            request = json.loads(path.read_text(encoding="utf-8"))
+            request = json.loads(regular_files.read_text(path))
         except (OSError, ValueError):
             return None
         is_complete = isinstance(request, dict) and all(type(request.get(name)) is int for name in ("first", "end"))
@@ -171,7 +172,7 @@ class WindowRequests:
 def _requested_length(touched: Path) -> int | None:
     """Number of steps that the touched file requests: ``{"steps": 3}``; None for an empty file."""
     try:
-        request = json.loads(touched.read_text(encoding="utf-8"))
+        request = json.loads(regular_files.read_text(touched))
         steps = request["steps"]
     except (OSError, ValueError, TypeError, KeyError):
         return None

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tracekit.conventions import VERSION, python_child
+from tracekit.conventions import VERSION, python_child, regular_files
 from tracekit.model import units
 
 LIMIT = "TRACEKIT_CRASH_REPORT"
@@ -100,7 +100,7 @@ def _small_run(error: Exception, words: Sequence[str], folder: Path, limit_s: fl
 
 
 def _size(files: Sequence[Path]) -> str:
-    events = sum(path.read_bytes().count(b'"ph"') for path in files)
+    events = sum(regular_files.read_bytes(path).count(b'"ph"') for path in files)
     return f"{units.count(len(files), 'file')} with {units.count(events, 'event')}"
 
 

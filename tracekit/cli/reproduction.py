@@ -15,6 +15,7 @@ import typer
 
 from tracekit.cli import application
 from tracekit.cli.crash_report import FOUND, REPEATED, place_of
+from tracekit.conventions import regular_files
 from tracekit.errors import TracekitError
 
 MAX_BYTES = 256 << 20
@@ -166,7 +167,7 @@ def _content(path: Path) -> Content:
     from tracekit.ingest.scrub import snapshots, streams
 
     if snapshots.is_pickle(path):
-        return Content([path.read_bytes()], None)
+        return Content([regular_files.read_bytes(path)], None)
     data = b"".join(streams.pieces(path))
     try:
         document = json.loads(data)

@@ -25,13 +25,11 @@ from typing import IO, cast
 
 from tracekit.conventions import regular_files
 from tracekit.errors import BadTraceError
+from tracekit.ingest.budget import Budget
 from tracekit.ingest.decompression import Blocks
 from tracekit.model import units
 
 SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.zst", ".zip")
-MIN_LIMIT_BYTES = 1 << 30
-MAX_RATIO = 250
-"""Traces compress to a tenth, in rare cases to a hundredth; a decompression bomb to a thousandth and less."""
 _SPARE_DISK_BYTES = 256 << 20
 _MAX_MEMBERS = 200_000
 _MAX_EXTENDED_HEADER_BYTES = 1 << 20
@@ -95,7 +93,7 @@ def unpack(path: Path, is_wanted: IsWanted) -> Unpacked:
     """Return the members of an archive whose names (without folders) are wanted. An archive is unpacked only once.
 
     A truncated or damaged archive is unpacked as far as possible; `problems` says what is missing. Raises BadTraceError
-    if it cannot be read, or if its members are larger than MAX_RATIO times the archive, MIN_LIMIT_BYTES or the disk.
+    if it cannot be read, or if its members need more than its budget or the free disk.
     """
     try:
         status = path.stat()
@@ -120,7 +118,7 @@ def _unpack_version(path: Path, size_bytes: int, modified_ns: int, is_wanted: Is
 def _unpack(path: Path, is_wanted: IsWanted, *, shown_path: str, state: object) -> Unpacked:
     folder = Path(tempfile.mkdtemp(prefix="tracekit-archive-")).resolve()
     try:
-        target = _Target(folder, shown_path, is_wanted, _limit_bytes(path.stat().st_size, folder))
+        target = _Target(folder, is_wanted, Budget.of_file(shown_path, path.stat().st_size))
         (_unpack_zip if _starts_as_zip(path) else _unpack_tar)(path, target)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -131,13 +129,13 @@ def _unpack(path: Path, is_wanted: IsWanted, *, shown_path: str, state: object) 
 
 
 class _Target:
-    """Writes members below a folder, up to a number of bytes."""
+    """Writes members below a folder, as far as the budget and the free disk allow."""
 
-    def __init__(self, folder: Path, archive: str, is_wanted: IsWanted, limit_bytes: int) -> None:
+    def __init__(self, folder: Path, is_wanted: IsWanted, budget: Budget) -> None:
         self.problems: list[str] = []
-        self.archive = archive
-        self._folder, self._is_wanted = folder, is_wanted
-        self._limit_bytes = self._remaining_bytes = limit_bytes
+        self.archive = budget.path
+        self._folder, self._is_wanted, self._budget = folder, is_wanted, budget
+        self._free_bytes = _free_bytes(folder)
         self._members = 0
 
     def wants(self, name: str) -> bool:
@@ -146,10 +144,17 @@ class _Target:
         if self._members > _MAX_MEMBERS:
             raise BadTraceError(f"{self.archive}: more than {_MAX_MEMBERS:,} files; unpack the folder of one run")
         parts = PurePosixPath(name).parts
+        if parts and parts[-1].lower().endswith(SUFFIXES):
+            self.problems.append(f"{self.archive}: {name!r:.200} is an archive itself; unpack it and name the folder.")
+            return False
         if not parts or not self._is_wanted(parts[-1]) or any(part.startswith(".") and part != ".." for part in parts):
             return False
-        if not _is_safe(name):
+        if "\0" in name or PurePosixPath(name).is_absolute() or ".." in parts:
             self.problems.append(f"{self.archive}: left out a file whose name leads out of the archive: {name!r:.200}.")
+            return False
+        lengths = [len(os.fsencode(part)) for part in parts]
+        if max(lengths) > _MAX_NAME_BYTES or sum(lengths) > 4 * _MAX_NAME_BYTES:
+            self.problems.append(f"{self.archive}: left out a file whose name is too long for a disk: {name!r:.200}.")
             return False
         return True
 
@@ -170,10 +175,11 @@ class _Target:
 
     def _copy(self, content: IO[bytes], file: IO[bytes]) -> None:
         while block := content.read(_COPY_BYTES):
-            self._remaining_bytes -= len(block)
-            if self._remaining_bytes < 0:
+            self._budget.unpack(len(block))
+            self._free_bytes -= len(block)
+            if self._free_bytes < 0:
                 raise BadTraceError(
-                    f"{self.archive}: unpacks to more than {units.size(self._limit_bytes)}; "
+                    f"{self.archive}: needs more than the disk of {self._folder.parent} has; set TMPDIR to another, or "
                     "unpack it yourself and name the folder"
                 )
             file.write(block)
@@ -260,23 +266,11 @@ class _Stream(io.RawIOBase):
         return count
 
 
-def _limit_bytes(size_bytes: int, folder: Path) -> int:
+def _free_bytes(folder: Path) -> int:
     free_bytes = shutil.disk_usage(folder).free - _SPARE_DISK_BYTES
     if free_bytes <= 0:
         raise OSError(errno.ENOSPC, f"less than {units.size(_SPARE_DISK_BYTES)} is free in {folder.parent}; set TMPDIR")
-    return min(max(MIN_LIMIT_BYTES, MAX_RATIO * size_bytes), free_bytes)
-
-
-def _is_safe(name: str) -> bool:
-    """Return whether a member's name stays below the folder and is one that a file system takes."""
-    path = PurePosixPath(name)
-    return (
-        not path.is_absolute()
-        and ".." not in path.parts
-        and "\0" not in name
-        and all(len(os.fsencode(part)) <= _MAX_NAME_BYTES for part in path.parts)
-        and len(os.fsencode(name)) < 4 * _MAX_NAME_BYTES
-    )
+    return free_bytes
 
 
 def _is_link(entry: zipfile.ZipInfo) -> bool:

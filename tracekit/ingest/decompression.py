@@ -8,6 +8,7 @@ from isal import igzip_lib
 
 from tracekit.conventions import regular_files
 from tracekit.errors import BadTraceError
+from tracekit.ingest.budget import Budget
 
 _READ_BYTES = 1 << 18
 BLOCK_BYTES = 1 << 18  # small enough to stay in the CPU cache until it is parsed
@@ -21,12 +22,14 @@ class Blocks:
     """The decompressed content of a file in blocks of about 256 KiB; iterate once.
 
     If the first block is known, the file is opened only for what follows it. Afterwards `broken` states why
-    decompression stopped early; None if it did not. Raises BadTraceError if the file is missing or cannot be read.
+    decompression stopped early; None if it did not. `budget` is that of the file, from the first block on. Raises
+    BadTraceError if the file is missing, cannot be read, or unpacks to more than its budget.
     """
 
     def __init__(self, path: str, first: bytes | None = None) -> None:
         self.path = path
         self.broken: str | None = None
+        self.budget = Budget.of_file(path, 0)
         self._first = first
 
     def __iter__(self) -> Iterator[bytes]:
@@ -39,10 +42,14 @@ class Blocks:
     def _read(self) -> Iterator[bytes]:
         try:
             with regular_files.open_to_read(self.path) as file:
+                self.budget = Budget.of_file(self.path, regular_files.size(file))
                 blocks = self._unpack(file)
                 first = next(blocks, b"")
+                self.budget.unpack(len(first))
                 yield first.removeprefix(_BYTE_ORDER_MARK)
-                yield from blocks
+                for block in blocks:
+                    self.budget.unpack(len(block))
+                    yield block
         except FileNotFoundError:
             raise BadTraceError(f"{self.path}: no such file; check the path") from None
         except OSError as error:
@@ -91,23 +98,19 @@ class Blocks:
 class Unpacked:
     """The decompressed content of a file, to be read from its beginning. Raises BadTraceError as `Blocks` does."""
 
-    def __init__(self, path: str | Path, *, max_bytes: int) -> None:
-        """Open the file; its content may have at most `max_bytes`, else it is not a file of its kind."""
-        self._path, self._remaining_bytes = str(path), max_bytes
-        self._blocks = iter(Blocks(self._path))
+    def __init__(self, path: str | Path) -> None:
+        """Open the file."""
+        self._blocks = iter(Blocks(str(path)))
         self._rest = b""
 
     def read(self, size: int = BLOCK_BYTES, /) -> bytes:
-        """Return the next `size` bytes, less at the end. Raises BadTraceError beyond `max_bytes`."""
+        """Return the next `size` bytes, less at the end."""
         parts, length = [self._rest], len(self._rest)
         while length < size and (block := next(self._blocks, b"")):
             parts.append(block)
             length += len(block)
         content = b"".join(parts)
         self._rest = content[size:]
-        self._remaining_bytes -= min(len(content), size)
-        if self._remaining_bytes < 0:
-            raise BadTraceError(f"{self._path}: decompresses to far more than its size; it is not what it seems to be")
         return content[:size]
 
 

@@ -325,7 +325,7 @@ def _in_archives_of(folder: Path) -> list[File]:
     paths = sorted(p for p in folder.iterdir() if p.name.lower().endswith(archives.SUFFIXES) and archives.is_archive(p))
     files = [file for path in paths for file in _in_archive(archives.unpack(path, is_read_by_tracekit))]
     manifests = [file for file in files if file.name == conventions.MANIFEST_FILE]
-    if len({Path(file.local).read_bytes() for file in manifests}) != 1:
+    if len({regular_files.read_bytes(file.local) for file in manifests}) != 1:
         return files
     shared = replace(manifests[0], path=str(folder / conventions.MANIFEST_FILE))
     return [*(file for file in files if file.name != conventions.MANIFEST_FILE), shared]

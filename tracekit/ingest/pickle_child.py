@@ -186,14 +186,33 @@ def _answer(kind: str, source: MeteredInput) -> Iterator[Any]:
     }[kind]  # fmt: skip
     try:
         document, columns = tabulate(value)
+        if _written_length(document) > _BASE_JSON_BYTES + _JSON_RATIO * source.read_bytes:
+            raise MemoryError
         # A lone surrogate, which no encoding can represent, becomes '?'.
         line = json.dumps(document, ensure_ascii=False).encode("utf-8", "replace")
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise WrongFormError(f"{type(error).__name__}: {error}") from None
-    if len(line) > _BASE_JSON_BYTES + _JSON_RATIO * source.read_bytes:
-        raise MemoryError
     yield line + b"\n"
     yield from columns
+
+
+def _written_length(document: Any) -> int:
+    """Characters that a document takes at least when a container is written wherever it is referred to."""
+    lengths: dict[int, int] = {}
+    path, opened = [document], set[int]()
+    while path:
+        node = path[-1]
+        values = [*node, *node.values()] if type(node) is dict else node if type(node) in (list, tuple) else ()
+        inner = [value for value in values if type(value) in (dict, list, tuple)]
+        unknown = [value for value in inner if id(value) not in lengths]
+        if unknown and id(node) not in opened:  # in a cycle, which JSON refuses, a node is met again
+            opened.add(id(node))
+            path += unknown
+            continue
+        texts = sum([len(value) for value in values if type(value) is str])
+        lengths[id(node)] = len(values) + texts + sum([lengths.get(id(value), 0) for value in inner])
+        path.pop()
+    return lengths[id(document)]
 
 
 def _explain(error: Exception) -> tuple[int, list[bytes]]:

@@ -15,7 +15,7 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from tracekit.conventions import object_storage
+from tracekit.conventions import object_storage, regular_files
 from tracekit.conventions.object_storage import IncompleteError, StorageError
 from tracekit.errors import BadTraceError
 from tracekit.ingest.disk_cache import DiskCache
@@ -118,14 +118,14 @@ def read(file: RemoteFile, *, cache: bool = True) -> bytes:
     """
     try:
         with local_copy(file, cache=cache) as path:
-            return path.read_bytes()
+            return regular_files.read_bytes(path)
     except DownloadError as error:
         if not is_changed(error):
             raise
     with tempfile.TemporaryDirectory(prefix="tracekit-") as folder:
         copy = Path(folder, file.name)
         fetch_current(file, copy, cache=cache)
-        return copy.read_bytes()
+        return regular_files.read_bytes(copy)
 
 
 @contextlib.contextmanager
@@ -214,7 +214,7 @@ def _download_errors() -> Iterator[None]:
 
 
 def _sha256(copy: Path) -> str:
-    with copy.open("rb") as opened:
+    with regular_files.open_to_read(copy) as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
@@ -260,5 +260,5 @@ def _copy_to(source: BinaryIO, copy: Path) -> bool:
 
 
 def _copy_from(copy: Path, target: BinaryIO) -> None:
-    with copy.open("rb") as source:
+    with regular_files.open_to_read(copy) as source:
         shutil.copyfileobj(source, target, _READ_BYTES)

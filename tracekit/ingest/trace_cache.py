@@ -15,7 +15,6 @@ import hashlib
 import io
 import json
 import os
-import stat
 import zipfile
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -24,6 +23,7 @@ from typing import Any, BinaryIO
 
 import polars as pl
 
+from tracekit.conventions import regular_files
 from tracekit.errors import BadTraceError
 from tracekit.ingest import disk_cache, readers
 from tracekit.ingest.disk_cache import DiskCache
@@ -162,9 +162,7 @@ def _local_state(source: Source) -> object:
 def _state(path: Path) -> tuple[int, int, str] | None:
     """Return size, modification time in ns and hash of first and last MiB; None if it is not a readable file."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would block
-            return None
-        with path.open("rb") as file:
+        with regular_files.open_to_read(path) as file:
             status = os.fstat(file.fileno())
             edges = hashlib.sha256(file.read(_EDGE_BYTES))
             file.seek(max(_EDGE_BYTES, status.st_size - _EDGE_BYTES))

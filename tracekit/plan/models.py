@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tracekit.conventions import regular_files
 from tracekit.errors import InputError
 
 _LARGEST_BYTES = 1 << 20
@@ -192,7 +193,7 @@ def read(path: Path) -> Model:
     try:
         if file.stat().st_size > _LARGEST_BYTES:
             raise InputError(f"{file}: larger than 1 MiB, which no configuration is")
-        config = json.loads(file.read_bytes())
+        config = json.loads(regular_files.read_bytes(file))
     except OSError as error:
         raise InputError(f"{file}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

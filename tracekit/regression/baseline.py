@@ -10,6 +10,7 @@ from functools import partial
 import polars as pl
 
 from tracekit.analysis.compute import flops, step_charges
+from tracekit.analysis.host.step_parts import fastest_calls
 from tracekit.analysis.quality import trace_quality
 from tracekit.errors import InputError, NotComparableError
 from tracekit.model import schema
@@ -45,6 +46,7 @@ SCHEMA = "tracekit.baseline/1"
 FACTS: tuple[TraceFact, ...] = (
     samples,
     part_places,
+    fastest_calls,
     step_charges.unit_samples,
     step_charges.work,
     step_charges.save_work,

@@ -10,6 +10,7 @@ import numpy as np
 import polars as pl
 
 from tracekit import conventions
+from tracekit.analysis.host.step_parts import fastest_calls
 from tracekit.errors import NotComparableError
 from tracekit.model import units
 from tracekit.model.run import Run
@@ -26,13 +27,14 @@ from tracekit.regression.samples import Values, job_samples, job_series, places_
 from tracekit.regression.significance import MIN_PAIRED_STEPS, MetricSides, compare_metrics
 from tracekit.regression.thresholds import CONFIDENCE, Change, Thresholds, Verdict
 
-FACTS: tuple[TraceFact, ...] = (samples, part_places, *baseline.COMPARED_FACTS)
+FACTS: tuple[TraceFact, ...] = (samples, part_places, fastest_calls, *baseline.COMPARED_FACTS)
 """Facts that `RunSamples.of` needs, to be measured in one pass."""
 _MUST_AGREE = ("model", "world_size", "device", "device_name")
 _NOTED = ("arguments", "versions", "mesh", "simulated")
 _SeriesByMetric: TypeAlias = Mapping[str, Sequence[tuple[pl.Series, Values]]]
 """Steps and samples of each recording, by metric."""
 _WORK_UNITS = (FLOP, BYTES, COUNT)
+_MOSTLY_RATIO = 0.5
 _EXPECTED_TO_DIFFER = ("arguments.strategy", "arguments.out")
 
 
@@ -100,8 +102,18 @@ class Comparison:
     """What the calls of a step changed by; None without the traces of both sides."""
 
     @property
+    def fastest_ns(self) -> tuple[int, int] | None:
+        """What the calls of each side's step take where each is fastest; None where no other programs disturb them."""
+        *named, rest = self.contributions or [None]
+        if rest is None or rest.kind != contributions.OTHERS:
+            return None
+        return sum(part.before_ns for part in named if part), sum(part.after_ns for part in named if part)
+
+    @property
     def explained_ns(self) -> tuple[float, float]:
         """What other programs can have added to the step of each side."""
+        if self.fastest_ns is not None:
+            return self.contributions[-1].before_ns, self.contributions[-1].after_ns
         pairs = [self.disturbance.explained_ns(part.kind, part.before_ns, part.after_ns) for part in self.contributions]
         return sum(before for before, _ in pairs), sum(after for _, after in pairs)
 
@@ -113,6 +125,16 @@ class Comparison:
             return self.disturbance.reference_ratio, self.disturbance.candidate_ratio
         before_ns, after_ns = self.explained_ns
         return min(1.0, before_ns / step.reference), min(1.0, after_ns / step.candidate)
+
+    @property
+    def is_mostly_explained(self) -> bool:
+        """Whether other programs can explain most of the change of the step, or that it is in the other direction."""
+        step = self.step
+        if step is None or not self.disturbance.is_disturbed:
+            return False
+        explained_ns = self.explained_ns[1 if step.is_slower else 0]
+        is_reversed = step.is_slower is not (step.difference > 0)
+        return is_reversed or explained_ns > _MOSTLY_RATIO * abs(step.difference)
 
     @property
     def step(self) -> Change | None:
@@ -205,14 +227,31 @@ def compare_groups(
     compared = Comparison(a_name, b_name, changes, (), contributions=parts, disturbance=disturbance)
     changes = tuple(disturbance.apply(change, compared.explained_ratios) for change in changes)
     changes, separated = step_separation.decide(changes, a_tables, b_tables, ranks, thresholds)
-    changes = tuple(
-        contributions.decide(change, parts, disturbance, thresholds) if change.metric == STEP_TIME else change
-        for change in changes
-    )
+    undecided = replace(compared, changes=changes)
+    compared = _decided(undecided, parts, thresholds)
+    if step is not None and disturbance.is_unknown and _is_doubtful(compared):
+        fastest = contributions.contributions_of_fastest(a_tables, b_tables, step, places)
+        compared = _decided(undecided, fastest, thresholds) if fastest else compared
+    changes = compared.changes
     remarks = (*notes, *rank_notes, *_clock_notes(changes, (a_name, b_name)), *separated)
     return replace(
         compared, changes=changes, notes=remarks, confidence=thresholds.confidence, rank_notes=tuple(rank_notes)
     )
+
+
+def _decided(compared: Comparison, parts: tuple[Contribution, ...], limits: Thresholds) -> Comparison:
+    """Return the comparison with these contributions, by which the step time is decided where it cannot tell."""
+    changes = tuple(
+        contributions.decide(change, parts, compared.disturbance, limits) if change.metric == STEP_TIME else change
+        for change in compared.changes
+    )
+    return replace(compared, changes=changes, contributions=parts)
+
+
+def _is_doubtful(compared: Comparison) -> bool:
+    """Whether other programs disturb the step and it is not decided, or they can explain most of its change."""
+    is_decided = compared.step is not None and compared.step.verdict is not Verdict.INCONCLUSIVE
+    return compared.disturbance.is_disturbed and (not is_decided or compared.is_mostly_explained)
 
 
 def _clock_notes(changes: Iterable[Change], names: tuple[str, str]) -> Iterator[str]:

@@ -11,8 +11,6 @@ Whether a contribution is certain is decided by the shared test (`significance`)
 what other programs can have taken (`disturbance`) extends its interval.
 """
 
-import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -22,13 +20,15 @@ import polars as pl
 from tracekit.analysis.host import step_parts
 from tracekit.regression import significance
 from tracekit.regression.disturbance import Disturbance
-from tracekit.regression.metric_sources import PART_PREFIX
+from tracekit.regression.metric_sources import FASTEST_PREFIX, FASTEST_SPREAD_PREFIX, PART_PREFIX
 from tracekit.regression.metrics import STEP_TIME, metric_of
 from tracekit.regression.samples import Values, job_series
 from tracekit.regression.step_weights import median_weights, tilted_weights
 from tracekit.regression.thresholds import Change, Thresholds, Verdict
 
 REST = "rest"
+OTHERS = "others"
+"""What a step on shared processors takes beyond its calls where each is fastest."""
 LABELS: Mapping[str, str] = {
     step_parts.DATA: "waiting for data",
     step_parts.COMMUNICATION: "exposed communication",
@@ -42,6 +42,7 @@ LABELS: Mapping[str, str] = {
     step_parts.COPY: "exposed copies",
     step_parts.IDLE: "other idle time",
     REST: "the rest",
+    OTHERS: "other programs, waits for ranks",
 }
 PartPlaces = Mapping[tuple[int, str], str]
 """Line of the program by rank and part, such as (1, "data/")."""
@@ -71,10 +72,15 @@ MIN_STEP_RATIO = 0.001
 """A change of less of the reference's step is never better or worse."""
 _IN_STEP_RATIO = 0.5
 """A step shows a contribution whose time there changed by this share of it."""
-_WAITS_OF_HOST = (step_parts.DATA, step_parts.SAVE)
-"""Waits that are mostly no work of the processors: other programs lengthen them in some steps only."""
-_SHARED_CORE_FACTOR = 1.5
-"""By how much work takes longer, at the same CPU time, where another program shares the core's caches and units."""
+_FASTEST_SPREAD_RATIOS = {step_parts.COMPUTE: 0.2, step_parts.LAUNCH: 0.2, step_parts.COMMUNICATION: 0.6}
+_OTHER_FASTEST_SPREAD_RATIO = 0.3
+_FASTEST_OPERATOR_SPREAD_RATIO = 0.5
+"""By how much the fastest calls of a part, or of one operator, differ between recordings of one training beside other
+programs, which share the caches and the units of a core (docs/lab/compare_verdicts.md)."""
+_FASTEST_CONVERGENCE_RATIO = 0.25
+"""With more steps the fastest calls would be faster by up to this share of what half of the steps make them slower."""
+_MIN_FASTEST_RATIO = 0.025
+"""Less of the step's fastest calls is never certain to be better or worse."""
 _OTHER_RANKS_RATIO = 0.3
 """A rank is named where the median of the others changed by less than this share of what it changed by."""
 
@@ -84,7 +90,7 @@ class Contribution:
     """What one kind of time, or one operator of it, contributes to the change of the step."""
 
     kind: str
-    """Of `step_parts.KINDS`, or REST."""
+    """Of `step_parts.KINDS`, REST or OTHERS."""
     name: str
     """The operator; '' for all of the kind."""
     before_ns: int
@@ -102,6 +108,8 @@ class Contribution:
     step_count: int = 0
     """Steps of the candidate that show it, of `all_steps`."""
     all_steps: int = 0
+    is_fastest: bool = False
+    """Whether its times are those of its calls where each is fastest, whatever other programs take."""
     parts: tuple["Contribution", ...] = ()
     """Operators of the kind, the largest change first; they add up to it."""
 
@@ -109,6 +117,11 @@ class Contribution:
     def change_ns(self) -> int:
         """Contribution to the change of the step time, in ns."""
         return self.after_ns - self.before_ns
+
+    @property
+    def is_rest(self) -> bool:
+        """Whether it is what the named contributions leave of the change."""
+        return self.kind in (REST, OTHERS)
 
     @property
     def is_certain(self) -> bool:
@@ -172,10 +185,7 @@ def contributions(
         ]
         for side_tables, side_parts, rank in zip((reference, candidate), sides, chosen, strict=True)
     )
-    before, after = (
-        _Side.of(side, parts, ranks, center)
-        for side, parts, center in ((a, sides[0], step.reference), (b, sides[1], step.candidate))
-    )
+    before, after = (_Side.of(side, center) for side, center in ((a, step.reference), (b, step.candidate)))
     of_part = _judge([*keys, (REST, "")], before, after, limits, disturbance)
     kinds = list(dict.fromkeys(kind for kind, _ in keys))
     groups = [np.array([kind == other for other, _ in keys] + [False]) for kind in kinds]
@@ -201,6 +211,45 @@ def contributions(
     return (*sorted(present, key=lambda c: -abs(c.change_ns)), rest)
 
 
+def contributions_of_fastest(
+    reference: Sequence[pl.DataFrame],
+    candidate: Sequence[pl.DataFrame],
+    step: Change,
+    places: tuple[PartPlaces, PartPlaces] = ({}, {}),
+) -> tuple[Contribution, ...]:
+    """Return the contributions where other programs disturb the step: what its calls take where each is fastest.
+
+    Other programs stop a call in some steps and not in others, so that the least of many steps and ranks is close to
+    what the call takes without them, whatever the load. The last contribution is all else that the step takes. Empty
+    where a recording has no such times.
+    """
+    sides = [[_fastest(table) for table in side] for side in (reference, candidate)]
+    if not all(recording for side in sides for recording in side):
+        return ()
+    keys = sorted({key for side in sides for recording in side for key in recording})
+    names = {kind: [name for other, name in keys if other == kind] for kind, _ in keys}
+    pieces = []
+    for kind, operators in names.items():
+        ratio = _FASTEST_SPREAD_RATIOS.get(kind, _OTHER_FASTEST_SPREAD_RATIO)
+        parts = [
+            _fastest_contribution(sides, kind, name, [name], _FASTEST_OPERATOR_SPREAD_RATIO, step) for name in operators
+        ]
+        whole = _fastest_contribution(sides, kind, "", operators, ratio, step)
+        whole = replace(
+            whole, before_ns=sum(part.before_ns for part in parts), after_ns=sum(part.after_ns for part in parts)
+        )
+        ranks = tuple(min((rank for rank, _ in side), default=None) for side in places)
+        pieces.append(_with_parts(whole, parts, (ranks[0], ranks[1]), places, rank=None))
+    rest = Contribution(
+        OTHERS,
+        "",
+        round(step.reference) - sum(piece.before_ns for piece in pieces),
+        round(step.candidate) - sum(piece.after_ns for piece in pieces),
+    )
+    present = [piece for piece in pieces if piece.before_ns or piece.after_ns]
+    return (*sorted(present, key=lambda piece: -abs(piece.change_ns)), rest)
+
+
 def changed_ranks(reference: pl.DataFrame, candidate: pl.DataFrame, step: Change) -> tuple[int, int] | None:
     """The rank of each recording that the contributions are of; None without parts of steps."""
     if not _has_parts(reference) or not _has_parts(candidate):
@@ -213,18 +262,23 @@ def decide(step: Change, parts: Sequence[Contribution], disturbance: Disturbance
     """Return the change of the step time, decided by its contributions where the step times alone cannot tell.
 
     The certain part of all contributions together has to be in the direction of the step, and both at least a least
-    change.
+    change. Where other programs disturb the step, the change is that of its calls where each is fastest, relative to
+    these.
     """
-    if step.verdict is not Verdict.INCONCLUSIVE or step.change is None or step.reference <= 0:
+    if step.verdict is not Verdict.INCONCLUSIVE or step.change is None or step.reference <= 0 or not parts:
         return step
-    certain = [piece for part in parts if part.kind != REST for piece in _certain_pieces(part, disturbance)]
-    center = sum(contribution.change_ns for contribution in certain) / step.reference
-    bound = sum(contribution.certain_ns for contribution in certain) / step.reference
+    is_fastest = parts[-1].kind == OTHERS
+    reference_ns = sum(part.before_ns for part in parts[:-1]) if is_fastest else step.reference
+    certain = [piece for part in parts if not part.is_rest for piece in _certain_pieces(part, disturbance)]
+    center = sum(contribution.change_ns for contribution in certain) / max(1, reference_ns)
+    bound = sum(contribution.certain_ns for contribution in certain) / max(1, reference_ns)
     if abs(center) < limits.min_change_ratio or center * bound <= 0:
+        return step
+    if is_fastest and abs(bound) < _MIN_FASTEST_RATIO:
         return step
     is_towards = step.change * bound > 0 and abs(step.change) >= limits.min_change_ratio
     # Where other programs explain the rest, the verdict concerns what they do not explain.
-    is_explained = disturbance.is_disturbed and all(piece.certain_ns * bound > 0 for piece in certain)
+    is_explained = is_fastest or (disturbance.is_disturbed and all(piece.certain_ns * bound > 0 for piece in certain))
     if not is_towards and not is_explained:
         return step
     low, high = sorted((bound, max(2 * center - bound, 2 * bound, key=abs)))
@@ -243,8 +297,52 @@ def _certain_pieces(part: Contribution, disturbance: Disturbance) -> Sequence[Co
     return [
         piece
         for piece in part.parts
-        if piece.is_certain and (not disturbance.is_unknown or 0 in (piece.before_ns, piece.after_ns))
+        if piece.is_certain
+        and (piece.is_fastest or not disturbance.is_unknown or 0 in (piece.before_ns, piece.after_ns))
     ]
+
+
+def _fastest(table: pl.DataFrame) -> dict[tuple[str, str], tuple[float, float]]:
+    """Time of the fastest calls by kind and name of the part, and what half of the steps add to it."""
+    values = dict(table.filter(pl.col("metric").str.starts_with("fastest")).select("metric", "value").iter_rows())
+    keys = [metric.removeprefix(FASTEST_PREFIX) for metric in values if metric.startswith(FASTEST_PREFIX)]
+    return {
+        (key.partition("/")[0], key.partition("/")[2]): (
+            values[FASTEST_PREFIX + key],
+            values.get(FASTEST_SPREAD_PREFIX + key, 0.0),
+        )
+        for key in keys
+    }
+
+
+def _fastest_contribution(
+    sides: Sequence[Sequence[Mapping[tuple[str, str], tuple[float, float]]]],
+    kind: str,
+    name: str,
+    operators: Sequence[str],
+    spread_ratio: float,
+    step: Change,
+) -> Contribution:
+    """Return what the fastest calls of some operators contribute, with the interval of what differs by chance."""
+    (before, before_spread), (after, after_spread) = (
+        [
+            sum(recording.get((kind, operator), (0.0, 0.0))[part] for recording in side for operator in operators)
+            / len(side)
+            for part in (0, 1)
+        ]
+        for side in sides
+    )
+    least_before, least_after = (
+        max(0.0, value - _FASTEST_CONVERGENCE_RATIO * spread) * (1 - spread_ratio)
+        for value, spread in ((before, before_spread), (after, after_spread))
+    )
+    low, high = round(least_after - before), round(after - least_before)
+    step_ns = sum(value for recording in sides[0] for value, _ in recording.values()) / len(sides[0])
+    return Contribution(
+        kind, name, round(before), round(after), low, high,
+        verdict=_verdict(low, high, after - before, step_ns=step_ns),
+        step_count=step.candidate_samples, all_steps=step.candidate_samples, is_fastest=True,
+    )  # fmt: skip
 
 
 def _has_parts(table: pl.DataFrame) -> bool:
@@ -376,15 +474,11 @@ class _Side:
     recordings: tuple[Values, ...]
     steps: tuple[pl.Series, ...]
     step_scatter: float
-    waits: Mapping[str, Values]
-    """Waits of the host in each step of each rank, by their kind."""
 
     @classmethod
     def of(
         cls,
         recordings: Sequence[_Recording],
-        parts: Sequence[pl.DataFrame],
-        ranks: Sequence[int] | None,
         step_ns: float,
     ) -> "_Side":
         medians = np.array([np.median(recording.step_times) for recording in recordings])
@@ -392,13 +486,7 @@ class _Side:
         center = tilted_weights(medians, step_ns) @ means
         positive = [r.step_times for r in recordings if r.step_times.min() > 0]
         scatter = max((float(significance.scatter(np.log(times))) for times in positive), default=0.0)
-        compared = [table if ranks is None else table.filter(pl.col("rank").is_in(ranks)) for table in parts]
-        waits = {}
-        for kind in _WAITS_OF_HOST:
-            wait = pl.col("value").filter(pl.col("kind") == kind).sum()
-            of_steps = pl.concat([table.group_by("rank", "step").agg(wait) for table in compared])
-            waits[kind] = of_steps["value"].to_numpy()
-        return cls(center, tuple(r.parts for r in recordings), tuple(r.steps for r in recordings), scatter, waits)
+        return cls(center, tuple(r.parts for r in recordings), tuple(r.steps for r in recordings), scatter)
 
     def sum_by(self, groups: Sequence[Values]) -> "_Side":
         """Return the sums of the parts of each group."""
@@ -422,10 +510,6 @@ def _judge(
         if margins is not None:
             low = round(change[index] - margins[index] - explained[index, 1])
             high = round(change[index] + margins[index] + explained[index, 0])
-        if low is not None and high is not None and disturbance.is_unknown and kind in _WAITS_OF_HOST:
-            growth, decrease = _separation(before, after, index, kind, disturbance, limits)
-            low = max(low, min(growth, round(change[index]))) if growth else low
-            high = min(high, max(decrease, round(change[index]))) if decrease else high
         rows.append(
             Contribution(
                 kind, name, round(before.center[index]), round(after.center[index]), low, high,
@@ -435,31 +519,6 @@ def _judge(
             )
         )  # fmt: skip
     return rows
-
-
-def _separation(
-    before: _Side, after: _Side, index: int, kind: str, disturbance: Disturbance, limits: Thresholds
-) -> tuple[int, int]:
-    """Return the least by which a wait grew, or shrank (negative); 0 where it is not longer in most steps of one side.
-
-    What other programs take comes and goes with the steps, and only adds to a wait: where most waits of one side are
-    longer than most of the other, by more than compute is stretched, it is another wait. The bounds are those of the
-    rank-sum test on the differences of all pairs of steps, of the rank itself or of all ranks: single waits that
-    another program made long decide nothing.
-    """
-    shrunk_a, shrunk_b = (
-        (1 - ratio) / _SHARED_CORE_FACTOR for ratio in (disturbance.reference_ratio, disturbance.candidate_ratio)
-    )
-    low = high = 0.0
-    of_rank = tuple(np.concatenate(side.recordings)[:, index] for side in (before, after))
-    for a, b in (of_rank, (before.waits[kind], after.waits[kind])):
-        pairs = len(a) * len(b)
-        deviation = math.sqrt(pairs * (len(a) + len(b) + 1) / 12)
-        inverted = math.floor(pairs / 2 - statistics.NormalDist().inv_cdf((1 + limits.confidence) / 2) * deviation)
-        if inverted >= 0:
-            low = max(low, float(np.sort(np.subtract.outer(b * shrunk_b, a).ravel())[inverted]))
-            high = min(high, -float(np.sort(np.subtract.outer(a * shrunk_a, b).ravel())[inverted]))
-    return round(low), round(high)
 
 
 def _verdict(low: int | None, high: int | None, change_ns: float, *, step_ns: float) -> Verdict:

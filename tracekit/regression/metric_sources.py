@@ -38,9 +38,11 @@ LOGGED_METRICS = (*_LOGGED, *_PEAKS.values(), *_CHECKPOINT_COLUMNS, device_metri
 PART_PREFIX = "part/"
 """Samples of a step's parts have this prefix: they are no metrics, but show where a step takes longer."""
 DEVICE_PARTS, HOST_PARTS = f"{PART_PREFIX}device/", f"{PART_PREFIX}host/"
+FASTEST_PREFIX, FASTEST_SPREAD_PREFIX = "fastest/", "fastest_spread/"
+"""Samples of what the calls of a part take where each is fastest, and by how much more in half of the steps."""
 MIN_PART_RATIO = 0.0025
 """Names that take less of a typical step in every step are one part together."""
-_MAX_PART_NAME = 80
+MAX_PART_NAME = 80
 
 
 @trace_fact
@@ -180,7 +182,7 @@ def of_slowest_device(parts: pl.DataFrame) -> pl.DataFrame:
 def part_metric() -> pl.Expr:
     """Return the name of a part's samples, by the columns device, part and name."""
     prefix = pl.when(pl.col("device").is_null()).then(pl.lit(HOST_PARTS)).otherwise(pl.lit(DEVICE_PARTS))
-    return pl.concat_str(prefix, "part", pl.lit("/"), pl.col("name").str.head(_MAX_PART_NAME)).alias("metric")
+    return pl.concat_str(prefix, "part", pl.lit("/"), pl.col("name").str.head(MAX_PART_NAME)).alias("metric")
 
 
 TRACE_SOURCES = (

@@ -16,7 +16,14 @@ from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace, TraceFact
 from tracekit.regression import metric_sources, metrics
-from tracekit.regression.metric_sources import LOGGED_METRICS, PART_PREFIX, TRACE_SOURCES, part_samples
+from tracekit.regression.metric_sources import (
+    FASTEST_PREFIX,
+    FASTEST_SPREAD_PREFIX,
+    LOGGED_METRICS,
+    PART_PREFIX,
+    TRACE_SOURCES,
+    part_samples,
+)
 from tracekit.regression.metrics import Aggregation, Metric
 
 Values: TypeAlias = npt.NDArray[np.float64]
@@ -25,7 +32,7 @@ COLUMNS = {"step": pl.Int64, "metric": pl.String, "value": pl.Float64}
 SAMPLE_COLUMNS = {"window": pl.Int64, "rank": pl.Int64, **COLUMNS}
 _PART_RANKS = 8
 _LOCATION = re.compile(r"(?P<file>.+)\((?P<line>\d+)\): ")
-_IS_METRIC = ~pl.col("metric").str.starts_with(PART_PREFIX)
+_IS_METRIC = ~pl.col("metric").str.contains("/", literal=True)  # parts of a step have a prefix
 
 
 @trace_fact
@@ -67,9 +74,32 @@ def run_samples(run: Run) -> pl.DataFrame:
     rows = pl.concat([per_rank, across.select(*SAMPLE_COLUMNS)]).drop_nulls("value")
     part_ranks = _part_ranks(rows)
     rows = rows.filter(_IS_METRIC | pl.col("rank").is_in(part_ranks))
+    rows = pl.concat([rows, _fastest_samples(run)])
     # A rank's logs are read with each of its windows; steps of other windows may have the same numbers.
     repeats = pl.col("metric").is_in(LOGGED_METRICS) & ~pl.struct("rank", "step", "metric").is_first_distinct()
     return rows.filter(~repeats).unique(["window", "rank", "step", "metric"], keep="first", maintain_order=True)
+
+
+def _fastest_samples(run: Run) -> pl.DataFrame:
+    """Time of the calls of each part on CPUs, each on the rank and in the step where it is fastest. SAMPLE_COLUMNS.
+
+    One row per part without a step, and one of how much more the calls take where only half of the steps count.
+    """
+    calls = run.table(step_parts.fastest_calls)
+    times = pl.col("fastest_ns", "even_ns", "odd_ns")
+    fastest = calls.group_by("part", "name", "operator", "number").agg(times.min())
+    spread_ns = (pl.col("even_ns") + pl.col("odd_ns")) / 2 - pl.col("fastest_ns")
+    sums = fastest.group_by("part", "name").agg(
+        pl.col("fastest_ns").sum().cast(pl.Float64).alias(FASTEST_PREFIX),
+        spread_ns.sum().alias(FASTEST_SPREAD_PREFIX),
+    )
+    key = pl.concat_str("part", pl.lit("/"), pl.col("name").str.head(metric_sources.MAX_PART_NAME))
+    rows = sums.with_columns(key.alias("key")).unpivot(
+        [FASTEST_PREFIX, FASTEST_SPREAD_PREFIX], index="key", variable_name="prefix"
+    )
+    first = (pl.lit(calls[column].min()).alias(column) for column in ("window", "rank"))
+    metric = pl.concat_str("prefix", "key").alias("metric")
+    return rows.with_columns(*first, metric, step=None).pipe(schema.select, SAMPLE_COLUMNS).sort("metric")
 
 
 def separate_waits(table: pl.DataFrame, exposed: pl.DataFrame) -> pl.DataFrame:

@@ -60,6 +60,12 @@ class Change:
         return self.candidate - self.reference
 
     @property
+    def is_slower(self) -> bool:
+        """Whether a time grew: by its verdict, which leaves out what other programs explain, else by the medians."""
+        is_decided = self.verdict in (Verdict.WORSE, Verdict.BETTER)
+        return self.verdict is Verdict.WORSE if is_decided else self.difference >= 0
+
+    @property
     def is_worsening(self) -> bool:
         """Whether the candidate's median is on the bad side of the reference's."""
         return metric_of(self.metric).is_worse(self.difference)

@@ -139,7 +139,7 @@ def read(path: Path) -> Baseline:
         size_bytes = path.stat().st_size
         if size_bytes > MAX_BASELINE_BYTES:
             raise InputError(f"{path}: is too large for a baseline ({size_bytes:,} bytes); save it again")
-        text = path.read_bytes()
+        text = regular_files.read_bytes(path)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
     try:

@@ -35,9 +35,17 @@ _LABELS = {
 
 
 def sentence(compared: Comparison) -> str:
-    """The kind of calls that most of the change of the step is, with the largest contributor; '' where undecided."""
+    """The kind of calls that most of the change of the step is, with the largest contributor; '' where undecided.
+
+    '' too where the verdict leaves out what other programs took, since the times of calls contain it.
+    """
     step, changes = compared.step, compared.call_changes
-    if step is None or changes is None or step.verdict not in (Verdict.WORSE, Verdict.BETTER):
+    if (
+        step is None
+        or changes is None
+        or compared.fastest_ns is not None
+        or step.verdict not in (Verdict.WORSE, Verdict.BETTER)
+    ):
         return ""
     sign = 1 if step.verdict is Verdict.WORSE else -1
     kind = max(changes.kinds, key=lambda name: sign * changes.kinds[name])

@@ -165,7 +165,7 @@ def read(path: Path) -> RunSamples:
 def read_reports(path: Path) -> tuple[Mapping[str, Any], ...]:
     """Return the reports that a file holds, one or several. Raises InputError if it holds none."""
     try:
-        document = json.loads(path.read_bytes())
+        document = json.loads(regular_files.read_bytes(path))
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

@@ -29,7 +29,7 @@ _MOST_RATIO = 0.6
 _MIN_SHOWN_RATIO = 0.001
 """Contributions of less of the step are summed up in one row."""
 _MIN_KNOWN_RATIO = 0.01
-_VAGUE_RATIO = _MOSTLY_RATIO = 0.5
+_VAGUE_RATIO = 0.5
 _LONGER_RATIO = 0.5
 """Exposed communication grew by itself where all communication grew by this share of it."""
 
@@ -40,16 +40,19 @@ def headline(compared: Comparison) -> str:
     if step is None:
         return ""
     a, b = (escaping.inert(name, _MAX_NAME) for name in (compared.reference, compared.candidate))
-    before, after = units.duration(step.reference), units.duration(step.candidate)
-    number, _, unit = before.partition(" ")
-    times = f"{number if after.endswith(f' {unit}') else before} → {after} a step"
+    times = f"{_times(step.reference, step.candidate)} a step"
     if step.verdict is Verdict.SAME:
         return f"{b} is as fast as {a} ({times}, {_bounds(step)})"
     if step.verdict is Verdict.INCONCLUSIVE:
         return f"It cannot be told whether {b} is slower or faster than {a} ({times}): {_known(compared, step)}"
     because = _because(compared, step)
-    if _is_mostly_explained(compared, step):
-        worse = "slower" if _is_slower(step) else "faster"
+    if compared.fastest_ns is not None:
+        calls, measured = _times(*compared.fastest_ns), _times(step.reference, step.candidate)
+        worse = "slower" if step.is_slower else "faster"
+        sentence = f"{b} is {worse} without other programs, by {_bounds(step)} ({calls} a step; {measured} with them)"
+        return f"{sentence}: {because}" if because else sentence
+    if compared.is_mostly_explained:
+        worse = "slower" if step.is_slower else "faster"
         explained = f"{b} is {worse}, by {_bounds(step)} ({times}, most of which other programs can explain)"
         return f"{explained}: {because}" if because else explained
     # A doubt says it on a line of its own.
@@ -76,7 +79,16 @@ def doubt(compared: Comparison) -> str:
     step = compared.step
     if step is None or not compared.disturbance.is_disturbed:
         return ""
-    is_slower = _is_slower(step)
+    if compared.fastest_ns is not None:
+        names = (compared.reference, compared.candidate)
+        shares = [
+            f"{units.duration(explained_ns)} of the {units.duration(step_ns)} of {escaping.inert(name, _MAX_NAME)}"
+            for explained_ns, step_ns, name in zip(
+                compared.explained_ns, (step.reference, step.candidate), names, strict=True
+            )
+        ]
+        return f"other programs, and waits for ranks, can explain {' and '.join(shares)}: the verdict concerns the rest"
+    is_slower = step.is_slower
     ratio = compared.disturbance.candidate_ratio if is_slower else compared.disturbance.reference_ratio
     if not ratio:
         return ""
@@ -94,7 +106,7 @@ def contribution_cells(compared: Comparison) -> Cells:
     step = compared.step
     assert step is not None
     *named, rest = compared.contributions
-    min_ns = _MIN_SHOWN_RATIO * max(step.reference, step.candidate)
+    min_ns = _MIN_SHOWN_RATIO * max(compared.fastest_ns or (step.reference, step.candidate))
     shown = [part for part in named if abs(part.change_ns) >= min_ns]
     small_ns = rest.change_ns + sum(part.change_ns for part in named if part not in shown)
     rows = [_row(part) for part in shown]
@@ -150,12 +162,14 @@ def reasons(compared: Comparison) -> list[Contribution]:
     step = compared.step
     if step is None:
         return []
-    sign = 1 if _is_slower(step) else -1
-    towards = [p for p in compared.contributions if p.kind != contributions.REST and sign * p.change_ns > 0]
+    sign = 1 if step.is_slower else -1
+    towards = [p for p in compared.contributions if not p.is_rest and sign * p.change_ns > 0]
     towards.sort(key=lambda part: -sign * part.change_ns)
     certain = [part for part in towards if part.has_certain_part]
     if certain and compared.disturbance.is_disturbed:
-        return certain[:_MAX_REASONS]  # other programs can explain the others
+        # Other programs can explain the others, but nothing of the fastest calls.
+        least_ns = 0.0 if compared.fastest_ns is None else _MIN_SHARE_OF_FIRST * abs(certain[0].change_ns)
+        return [part for part in certain if abs(part.change_ns) >= least_ns][:_MAX_REASONS]
     largest = [p for p in towards if sign * p.change_ns >= _MIN_SHARE_OF_FIRST * sign * towards[0].change_ns]
     ranked = sorted(largest, key=lambda part: (_is_consequence(part, compared), not part.has_certain_part))
     return ranked[:_MAX_REASONS]
@@ -170,12 +184,20 @@ def _is_consequence(part: Contribution, compared: Comparison) -> bool:
     return bool(of_all) and sign * of_all[0] < _LONGER_RATIO * sign * part.change_ns
 
 
+def _times(before_ns: float, after_ns: float) -> str:
+    before, after = units.duration(before_ns), units.duration(after_ns)
+    number, _, unit = before.partition(" ")
+    return f"{number if after.endswith(f' {unit}') else before} → {after}"
+
+
 def _because(compared: Comparison, step: Change) -> str:
     named = reasons(compared)
     if not named:
         return ""
     parts = [reason(part, with_steps=number == 0) for number, part in enumerate(named)]
-    rest_ns = step_total(step) - sum(_main_part(part).change_ns for part in named)
+    fastest_ns = compared.fastest_ns
+    total_ns = step_total(step) if fastest_ns is None else fastest_ns[1] - fastest_ns[0]
+    rest_ns = total_ns - sum(_main_part(part).change_ns for part in named)
     if abs(rest_ns) >= _MIN_SHOWN_RATIO * max(step.reference, step.candidate):
         parts.append(f"the rest {signed_duration(rest_ns)}")
     return "; ".join([", ".join(parts[: len(named)]), *parts[len(named) :]])
@@ -196,7 +218,7 @@ def _known(compared: Comparison, step: Change) -> str:
     certain = [
         operator
         for part in compared.contributions
-        if part.kind != contributions.REST
+        if not part.is_rest
         for operator in ([part] if part.is_certain else [p for p in part.parts if p.is_certain])
     ]
     certain.sort(key=lambda part: -abs(part.certain_ns))
@@ -204,9 +226,15 @@ def _known(compared: Comparison, step: Change) -> str:
         first = certain[0]
         more = "more" if first.certain_ns > 0 else "less"
         return f"there is at least {units.duration(abs(first.certain_ns))} {more} of {_label(first)}"
+    if compared.fastest_ns is not None and compared.fastest_ns[0] > 0:
+        low, high = (
+            sum(bounds) / compared.fastest_ns[0]
+            for bounds in zip(*((part.low_ns or 0, part.high_ns or 0) for part in compared.contributions), strict=True)
+        )
+        return f"without other programs {escaping.inert(compared.candidate, _MAX_NAME)} is {_between(low, high)}"
     if step.low is None or step.high is None:
         return f"with {step.reference_samples} and {step.candidate_samples} steps no interval is known"
-    return f"{escaping.inert(compared.candidate, _MAX_NAME)} is {_between(step)}"
+    return f"{escaping.inert(compared.candidate, _MAX_NAME)} is {_between(step.low, step.high)}"
 
 
 def _row(part: Contribution) -> tuple[str, ...]:
@@ -227,23 +255,9 @@ def _label(part: Contribution) -> str:
     return contributions.noun(part.kind, escaping.inert(part.name, _MAX_OPERATOR))
 
 
-def _is_slower(step: Change) -> bool:
-    """Return whether a change is for the worse: by its verdict, which leaves out what other programs explain."""
-    return step.verdict is Verdict.WORSE if step.verdict in (Verdict.WORSE, Verdict.BETTER) else step.difference >= 0
-
-
-def _is_mostly_explained(compared: Comparison, step: Change) -> bool:
-    """Return whether other programs can explain most of the change, or that it is in the other direction."""
-    if not compared.disturbance.is_disturbed:
-        return False
-    is_slower = _is_slower(step)
-    explained_ns = compared.explained_ns[1 if is_slower else 0]
-    return is_slower is not (step.difference > 0) or explained_ns > _MOSTLY_RATIO * abs(step.difference)
-
-
 def _factor(step: Change) -> str:
     ratio = step.difference / step.reference if step.reference else 1.0
-    return f"{_speed(ratio)} {'slower' if _is_slower(step) else 'faster'}"
+    return f"{_speed(ratio)} {'slower' if step.is_slower else 'faster'}"
 
 
 def _is_vague(step: Change) -> bool:
@@ -262,11 +276,9 @@ def _bounds(step: Change) -> str:
     return f"at least {_speed(step.low if step.low > 0 else step.high)}"
 
 
-def _between(step: Change) -> str:
+def _between(low: float, high: float) -> str:
     """Return what is known of a change that is not decided: "between 1.4% faster and 12% slower"."""
-    assert step.low is not None
-    assert step.high is not None
-    return f"between {_speed(step.low)} {_comparative(step.low)} and {_speed(step.high)} {_comparative(step.high)}"
+    return f"between {_speed(low)} {_comparative(low)} and {_speed(high)} {_comparative(high)}"
 
 
 def _comparative(ratio: float) -> str:

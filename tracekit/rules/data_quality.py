@@ -80,7 +80,10 @@ _KINDS = {
         "report their names to tracekit's authors.",
     ),
     "damaged_header": _Kind(_WARNING, _RECORD_AGAIN + "The rank was taken from the file name."),
-    "stray_bytes": _Kind(_INFO, "No action needed: only the marked characters of names are lost."),
+    "stray_bytes": _Kind(
+        _INFO,
+        "Of a name only the marked characters are lost, of a key its value: record the trace again if it matters.",
+    ),
     "bad_manifest": _Kind(_WARNING, "Write run.json again, or remove it: the traces alone are enough."),
     "bad_log": _Kind(_WARNING, "Check the lines in the evidence: their metrics or checkpoint stages are missing."),
     "bad_companion": _Kind(

@@ -18,6 +18,7 @@ from tracekit.replay.graph.causes.host import (
     BLOCKING_SYNC,
     DATA_LOADING,
     LATE_LAUNCH,
+    LOOP_PAUSE_NS,
     MAJORITY_PAUSE_RATIO,
     PAUSE_NS,
     USUAL_QUANTILE,
@@ -116,7 +117,7 @@ class LateLaunch(Rule):
             Severity.WARNING if is_certain and not is_pause and not cold_ns else Severity.INFO,
             f"The {quoted_step.noun(loss.row)} is launch-bound: compute is idle {loss} because no kernel "
             f"has been launched. During {units.duration(longest['dur_ns'])} of that, the host is "
-            f"{activity}.{pause}{cold}{_line(loss.rows(late))}",
+            f"{activity}.{pause}{cold}{_line(loss.rows(late)) or _between(loss.rows(late))}",
             _LATER_STEPS if cold_ns else _FEWER_LAUNCHES.suited_to(run).format(", ".join(_fewer_launches(run))),
             confidence=0.8 if on_device else 0.6,
             evidence=_evidence(loss, late),
@@ -139,7 +140,15 @@ class LateLaunch(Rule):
             pl.col("step").max().alias("last_step"),
             pl.col("duration_ns").mean().alias("mean_ns"),
         )
-        pauses = late.filter(pl.col("detail") == host_state.PYTHON, pl.col("dur_ns") >= self.min_pause_ns)
+        python = late.filter(pl.col("detail") == host_state.PYTHON)
+        longest_ns = (
+            pl.when(pl.col("step").is_null())
+            .then("dur_ns")
+            .otherwise(pl.col("dur_ns").max().over(*DEVICE, "step", "phase", "name"))
+        )
+        pauses = python.filter(
+            longest_ns >= self.min_pause_ns, pl.col("dur_ns") >= min(LOOP_PAUSE_NS, self.min_pause_ns)
+        )
         pauses = pauses.join(steps, on=KEY, how="semi", nulls_equal=True)
         counted = pauses.join(counts, on=DEVICE, nulls_equal=True, maintain_order="left")
         is_longer = pl.col("dur_ns") >= MAJORITY_PAUSE_RATIO * pl.col("mean_ns")
@@ -387,6 +396,16 @@ def _line(rows: pl.DataFrame) -> str:
     """Sentence on the function with most of the time of host gaps, where stacks were recorded; else ""."""
     sums = _by_function(rows)
     return f" {units.duration(sums['dur_ns'][0])} of it is at {sums['stack'][0]}." if sums.height else ""
+
+
+def _between(rows: pl.DataFrame) -> str:
+    """Sentence on the ops of a CPU run around most of the time of host gaps; "" where none ran before."""
+    sums = rows.drop_nulls(["after", "name"]).group_by("after", "name", "unit").agg(pl.col("dur_ns").sum())
+    if sums.is_empty():
+        return ""
+    most = largest_first(sums, "dur_ns", "after", "name", "unit").row(0, named=True)
+    unit = f" of {most['unit']}" if most["unit"] else ""
+    return f" {units.duration(most['dur_ns'])} of it is between {most['after']} and {most['name']}{unit}."
 
 
 def _place(rows: pl.DataFrame) -> str:

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+import polars as pl
+
 from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.host import cpu_contention
 from tracekit.model import units
@@ -35,7 +37,8 @@ class OversubscribedHost(Rule):
 
     Where a rank may use fewer cores than the host has ranks (affinity, quota), it is enough that the training's
     threads were ready to run without a processor for 8% of the time, by the metrics log: with cores of their own they
-    would not wait.
+    would not wait. Ranks take turns there in ops, between ops and in collectives, so the cost is what a step takes
+    beyond the CPU time of its busiest rank and the time for which no core was used, if that is more.
 
     How to fix: give each rank its share of the cores: OMP_NUM_THREADS (torchrun sets 1 for several ranks) or
     torch.set_num_threads, cores divided by ranks; a binding of each rank to cores of its own; fewer DataLoader workers;
@@ -52,11 +55,18 @@ class OversubscribedHost(Rule):
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst rank's median step exceeds the threshold."""
         slow = run.table(cpu_contention.contended_ops)
-        loss = quoted_step.worst_loss(save_stages.losses(run, slow, "excess_ns"), self.min_lost_ratio)
-        if loss is None:
-            return
+        losses = save_stages.losses(run, slow, "excess_ns")
         stated = cpu_contention.processors(run)
         is_shared = stated is not None and stated.has_fewer_cores_than_ranks
+        if stated is not None and is_shared and slow.height:
+            turns = losses.join(cpu_contention.turns(run, stated), on=["window", "rank", "step"], how="left")
+            turns_ns = pl.min_horizontal("turns_ns", "duration_ns").fill_null(0)
+            losses = turns.with_columns(pl.max_horizontal("lost_ns", turns_ns).alias("lost_ns")).with_columns(
+                (pl.col("lost_ns") / pl.col("duration_ns")).alias("lost_ratio")
+            )
+        loss = quoted_step.worst_loss(losses, self.min_lost_ratio)
+        if loss is None:
+            return
         is_stated = is_shared or (stated is not None and stated.is_oversubscribed)
         times = loss.rows(run.table(cpu_contention.cpu_times))
         if stated is not None and is_shared:
@@ -79,15 +89,16 @@ class OversubscribedHost(Rule):
         if times.height:
             cpu = f" The process had {units.duration(times['cpu_ns'][0])} of CPU time"
             cpu += f" in {units.duration(times['wall_ns'][0])}."
-        ops = loss.rows(slow)
+        lost = f"{loss.rows(slow).height:,} ops take {loss} longer than the fastest ones with the same inputs"
+        if is_shared:
+            lost = f"they wait for each other's turn for {loss}"
         yield loss.finding(
             self,
             Severity.WARNING,
-            f"{why[0].upper()}{why[1:]}: {ops.height:,} ops take {loss} longer than the fastest ones with the same "
-            f"inputs.{cpu}",
+            f"{why[0].upper()}{why[1:]}: {lost}.{cpu}",
             fix,
             confidence=0.9 if is_stated else 0.4,
-            what_if=WhatIf(OVERSUBSCRIBED_CORES),
+            what_if=None if is_shared else WhatIf(OVERSUBSCRIBED_CORES),
             evidence=quoted_step.evidence(slow, loss.row, "excess_ns").select(
                 "window", "rank", "step", "name", "start_ns", "dur_ns", "excess_ns"
             ),

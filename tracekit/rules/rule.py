@@ -138,12 +138,13 @@ class Finding:
         if not self.cost_ns:
             return f"{verb} {units.share(self.impact)} of {self.time_noun}"
         duration, share = units.duration(self.cost_ns), units.share(self.impact)
-        if self.is_of_training or self.is_of_window:
-            per_step = "" if self.is_of_window else " a step"
-            return f"{verb} {duration}{per_step} ({share} of {self.time_noun})"
+        if self.is_of_window:
+            return f"{verb} {duration} ({share} of {self.time_noun})"
         whole_ns = self.cost_ns / self.impact
         whole = f" of {units.duration(round(whole_ns))}" if self.impact < 1 and math.isfinite(whole_ns) else ""
-        return f"{verb} {duration}{whole} {'an iteration' if self.is_of_iterations else 'a step'} ({share})"
+        period = "an iteration" if self.is_of_iterations else "a step"
+        # The step times that are shown elsewhere are those between saves.
+        return f"{verb} {duration}{whole} {period}{', saves included' if self.is_of_training else ''} ({share})"
 
     @property
     def time_noun(self) -> str:

@@ -18,6 +18,7 @@ from instrumented_trainers.parallelism.yafsdp.meta_init import materialize
 from instrumented_trainers.parallelism.yafsdp.mixed_precision import MixedPrecisionPolicy
 from instrumented_trainers.parallelism.yafsdp.module import CommunicationBuffers, YaFSDPModule
 from instrumented_trainers.parallelism.yafsdp.pretrained import load_pretrained
+from instrumented_trainers.parallelism.yafsdp.rank_programs import set_patience
 from instrumented_trainers.parallelism.yafsdp.whole_tensor_optimizer import WholeTensorOptimizer
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "load_pretrained",
     "materialize",
     "register_forward_method",
+    "set_patience",
     "shard",
 ]
 

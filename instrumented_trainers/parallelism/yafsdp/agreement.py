@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
+from instrumented_trainers.parallelism.yafsdp import rank_programs
 from instrumented_trainers.parallelism.yafsdp.communication_lane import DelayedRead, Lane, PendingCollective
 from instrumented_trainers.parallelism.yafsdp.flat_parameters import UnitParameter
 from instrumented_trainers.parallelism.yafsdp.unit import Unit
@@ -36,12 +37,14 @@ class RankAgreement:
     def note(self, what: str, unit: Unit | None = None) -> None:
         """Add to the checksum that this rank does something that all ranks must do in the same order."""
         number = -1 if unit is None else self._number[unit]
+        rank_programs.note(what if unit is None else f"{what} of {unit.name or 'the root unit'}")
         self._checksum = zlib.crc32(f"{what} {number}".encode(), self._checksum)
 
     def publish(self, units: Sequence[Unit]) -> None:
         """Send which trainable parameters of the units got a gradient on this rank, and the checksum."""
         if not units or self._lane.ranks.count == 1:
             return
+        rank_programs.note("end of backward")
         if self._pending is not None:
             self._pending.wait()  # nobody may have waited for the last one, and its memory is used again
         self.compare()

@@ -4,6 +4,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from instrumented_trainers.parallelism.options import device_of
 from instrumented_trainers.parallelism.yafsdp.checkpoint import hook_model, hook_optimizer
@@ -20,19 +21,27 @@ from instrumented_trainers.parallelism.yafsdp.communication_lane import Ranks
 from instrumented_trainers.parallelism.yafsdp.engine import Engine
 from instrumented_trainers.parallelism.yafsdp.mixed_precision import MixedPrecisionPolicy
 from instrumented_trainers.parallelism.yafsdp.module import YaFSDPModule
-from instrumented_trainers.parallelism.yafsdp.optimizer_support import is_shard, refuse_whole_tensor_optimizer
+from instrumented_trainers.parallelism.yafsdp.optimizer_support import (
+    SHARDED_IN,
+    begin_plain_step,
+    end_plain_step,
+    refuse_originals,
+    refuse_whole_tensor_optimizer,
+    units_of,
+)
 from instrumented_trainers.parallelism.yafsdp.refusals import refuse_training_unsharded
-from instrumented_trainers.parallelism.yafsdp.sharded_functions import see_all_ranks, units_of
+from instrumented_trainers.parallelism.yafsdp.shard_tensor import Shard
+from instrumented_trainers.parallelism.yafsdp.sharded_functions import replace_functions
 from instrumented_trainers.parallelism.yafsdp.unit import Unit, UnitEngine
 from instrumented_trainers.parallelism.yafsdp.whole_tensor_optimizer import WholeTensorOptimizer
 
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+_known: WeakSet[Optimizer] = WeakSet()
 # Accelerate, and so Hugging Face's Trainer, wrap a module with this mark in nothing.
 _MARK_FOR_ACCELERATE = "_is_accelerate_prepared"
 # With the first Hugging Face's `generate` goes on until the last rank is done, as all ranks must take part in its
 # collectives; torch.compile takes that mark for FSDP's and refuses it without the second.
 _MARKS_FOR_GENERATE = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
-_UNIT_MARK = "_yafsdp_sharded_in"  # on an original parameter: which module's unit took it
 
 
 def fully_shard(
@@ -92,11 +101,11 @@ def fully_shard(
     unit = Unit(
         module, parameters, ranks=ranks, device=device, policy=mp_policy, buffers=buffers, offload=offload_policy
     )
-    see_all_ranks(unit)
+    replace_functions(unit)
     _hook_optimizers()
     unit.owns_slots, unit.left_out = reshard_after_forward is False, bool(left_out)
     for parameter in parameters:
-        setattr(parameter, _UNIT_MARK, type(module).__name__)
+        setattr(parameter, SHARDED_IN, type(module).__name__)
     for buffer in module.buffers():
         if not buffer.is_meta:
             buffer.data = buffer.data.to(device)
@@ -139,12 +148,12 @@ def _refuse_unsupported(module: nn.Module, parameters: dict[nn.Parameter, list[t
     kind = type(module).__name__
     for parameter, sites in parameters.items():
         name = f"parameter {sites[0][1]!r} of {type(sites[0][0]).__name__} in {kind}"
-        if is_shard(parameter):
+        if isinstance(parameter, Shard):
             raise ValueError(
                 f"YaFSDP: {name} is a shard already: a module around {kind} was sharded before it; shard the blocks "
                 "first, then the module that holds them"
             )
-        if (other := getattr(parameter, _UNIT_MARK, None)) is not None:
+        if (other := getattr(parameter, SHARDED_IN, None)) is not None:
             raise ValueError(
                 f"YaFSDP: {name} is tied to one that the unit of {other} has; parameters that are tied must be in one "
                 "unit, so shard a module that holds both places, or neither"
@@ -159,10 +168,26 @@ def _refuse_unsupported(module: nn.Module, parameters: dict[nn.Parameter, list[t
                 f"YaFSDP: {name} has a hook on its gradient, which would be lost with the whole parameter; register it "
                 "after fully_shard, by register_post_accumulate_grad_hook: it is called with the shard"
             )
-        if not parameter.is_floating_point():
-            raise NotImplementedError(f"YaFSDP: {name} is {parameter.dtype}, not floating-point")
+        _refuse_changing_weights(parameter, sites, name)
     if len({parameter.is_meta for parameter in parameters}) > 1:
         raise NotImplementedError(f"YaFSDP: of the parameters of {kind} some are on the meta device, but not all")
+
+
+def _refuse_changing_weights(parameter: nn.Parameter, sites: list[tuple[nn.Module, str]], name: str) -> None:
+    """Raise NotImplementedError for a parameter whose class, dtype or module does what a shard of it would not."""
+    if type(parameter) is not nn.Parameter:
+        raise NotImplementedError(
+            f"YaFSDP: {name} is of the class {type(parameter).__name__}, which a shard of it would not be; shard plain "
+            "parameters"
+        )
+    if not parameter.is_floating_point():
+        raise NotImplementedError(f"YaFSDP: {name} is {parameter.dtype}, not floating-point")
+    for owner, _ in sites:
+        if isinstance(owner, nn.Embedding | nn.EmbeddingBag) and owner.max_norm is not None:
+            raise NotImplementedError(
+                f"YaFSDP: {name} has max_norm, which changes whole weights in forward, and they are copies; make it "
+                "without max_norm and scale its rows between steps, within `with model.unshard():`"
+            )
 
 
 def _add_hooks(module: nn.Module) -> None:
@@ -216,16 +241,27 @@ class _ForwardMethod:
 @functools.cache
 def _hook_optimizers() -> None:
     register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001 -- the signature of a hook
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    end_plain_step()
     units = units_of(optimizer)
-    if units:
-        if not isinstance(optimizer, WholeTensorOptimizer):
-            hook_optimizer(optimizer)
-            refuse_whole_tensor_optimizer(optimizer)
-        for engine in {unit.engine for unit in units} - {None}:
-            engine.note_step()  # type: ignore[union-attr]
+    if optimizer not in _known:
+        refuse_originals(optimizer)
+        _known.add(optimizer)
+    if not units:
+        return None
+    for engine in {unit.engine for unit in units} - {None}:
+        engine.note_step()  # type: ignore[union-attr]
+    if isinstance(optimizer, WholeTensorOptimizer):
+        return None
+    hook_optimizer(optimizer)
+    return begin_plain_step(optimizer, args, kwargs) if refuse_whole_tensor_optimizer(optimizer) else None
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001 -- the signature of a hook
+    end_plain_step()
 
 
 def _engine(unit: Unit) -> UnitEngine:

@@ -1,6 +1,8 @@
 """Hooks on a unit's inputs and outputs, and the spans of a unit in traces."""
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -41,13 +43,52 @@ def copy_weights_in(unit: Unit, outputs: Any) -> Any:
 def left_tensors(unit: Unit, outputs: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors that a forward left elsewhere than in known containers, and where: its loss may need them.
 
-    Attributes of the unit's modules, such as a router's auxiliary loss, and of objects among its outputs.
+    Attributes of the unit's modules, such as a router's auxiliary losses, and what objects among its outputs hold, at
+    any depth.
     """
-    for owner in (*unit.own_modules, *(leaf for leaf in tree_leaves(outputs) if hasattr(leaf, "__dict__"))):
-        if not isinstance(owner, Tensor):
-            for name, value in vars(owner).items():
-                if isinstance(value, Tensor):
-                    yield f"attribute {name!r} of {type(owner).__name__}", value
+    for module in unit.own_modules:
+        yield from _held(module, {name: v for name, v in vars(module).items() if name not in _OF_MODULES})
+    for leaf in tree_leaves(outputs):
+        if not isinstance(leaf, Tensor):
+            yield from _held(leaf, _attributes(leaf))
+
+
+# What every module has: parameters, buffers and children, which are no outputs, and hooks.
+_OF_MODULES = frozenset((*vars(torch.nn.Module()), "_yafsdp_unit"))
+_MOST_OBJECTS = 1000
+"""An output that holds more, such as a whole dataset, holds no tensor of this forward that anybody looks for."""
+
+
+def _held(owner: object, attributes: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    for name, value in attributes.items():
+        if value is None or isinstance(value, bool | int | float | str):
+            continue
+        waiting, seen = [value], {id(owner)}
+        while waiting and len(seen) < _MOST_OBJECTS:
+            held = waiting.pop()
+            if id(held) in seen or isinstance(held, bool | int | float | str):
+                continue
+            seen.add(id(held))
+            if isinstance(held, Tensor):
+                yield f"attribute {name!r} of {type(owner).__name__}", held
+            elif isinstance(held, Mapping):
+                waiting += held.values()
+            elif isinstance(held, list | tuple | set | frozenset | deque):
+                waiting += held
+            else:
+                waiting += _attributes(held).values()
+
+
+def _attributes(owner: object) -> dict[str, Any]:
+    """Attributes of an object that holds values; of classes, functions and modules none."""
+    if isinstance(owner, type | ModuleType | torch.nn.Module) or callable(owner):
+        return {}
+    slots = (name for kind in type(owner).__mro__ for name in _names(getattr(kind, "__slots__", ())))
+    return {name: getattr(owner, name) for name in slots if hasattr(owner, name)} | getattr(owner, "__dict__", {})
+
+
+def _names(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def span(label: str, unit: Unit) -> record_function:

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from instrumented_trainers.parallelism.yafsdp.rank_programs import wait_for
+
 # torch 2.13 renamed both and warns at the old names, which are all that 2.11 has.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -147,11 +149,11 @@ class GlooLane(Lane):
         return self._replica_sum
 
     def all_reduce_max(self, values: Tensor) -> PendingCollective:
-        work = dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.ranks.shards, async_op=True)
+        over_shards = _Works([dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.ranks.shards, async_op=True)])
         if self.ranks.replicas is None:
-            return work
-        work.wait()
-        return dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.ranks.replicas, async_op=True)
+            return over_shards
+        over_shards.wait()
+        return _Works([dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.ranks.replicas, async_op=True)])
 
     def read_later(self, values: Tensor, pending: PendingCollective) -> DelayedRead:
         def read() -> list[int]:
@@ -169,7 +171,7 @@ class _Works:
 
     def wait(self) -> None:
         for work in self._works:
-            work.wait()
+            wait_for(work)
 
 
 class _HybridReduction:

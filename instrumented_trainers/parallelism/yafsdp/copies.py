@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from instrumented_trainers.parallelism.yafsdp.refusals import refuse_running
-from instrumented_trainers.parallelism.yafsdp.sharded_functions import see_all_ranks
+from instrumented_trainers.parallelism.yafsdp.sharded_functions import replace_functions
 from instrumented_trainers.parallelism.yafsdp.unit import Unit
 
 
@@ -41,4 +41,4 @@ def _place(unit: Unit, memo: dict[int, Any]) -> None:
     unit.module = memo[id(unit.module)]
     for parameter in unit.parameters:
         parameter.sites = [(memo[id(module)], name) for module, name in parameter.sites]
-    see_all_ranks(unit)
+    replace_functions(unit)

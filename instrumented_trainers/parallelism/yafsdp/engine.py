@@ -33,6 +33,7 @@ from instrumented_trainers.parallelism.yafsdp.communication_lane import lane_for
 from instrumented_trainers.parallelism.yafsdp.execution_order import ExecutionOrder
 from instrumented_trainers.parallelism.yafsdp.flat_parameters import UnitParameter
 from instrumented_trainers.parallelism.yafsdp.mixed_precision import tensors_in
+from instrumented_trainers.parallelism.yafsdp.rank_programs import answer_others
 from instrumented_trainers.parallelism.yafsdp.refusals import (
     refuse_absent_weights,
     refuse_changed_weights,
@@ -68,6 +69,7 @@ class Engine:
         self._callback_queued = False
         for unit in self.units:
             unit.engine = self
+        answer_others()
 
     @property
     def slots(self) -> tuple[Slots[Unit], ...]:
@@ -152,7 +154,7 @@ class Engine:
 
     def note_step(self) -> None:
         """Note an optimizer step, which all ranks must make."""
-        self.agreement.note("step")
+        self.agreement.note("optimizer step")
 
     def _post_backward(self, unit: Unit, *, is_last: bool = True) -> None:
         """Release the unit's weight slot and, after its last use, reduce-scatter its gradients."""
@@ -218,7 +220,7 @@ class Engine:
             return
         slot = unit.slots.weights
         self._evict(slot, unit)
-        self.agreement.note("gather", unit)
+        self.agreement.note("weights", unit)
         with span("all_gather", unit):
             slot.owner = unit
             slot.gather = self.lane.all_gather(unit.copy_in_shards(self.lane))
@@ -305,7 +307,7 @@ class Engine:
         assert unit.slots is not None
         slot = unit.slots.gradients
         self._finish_reduction(slot)  # another unit's, if this one has written no gradient
-        self.agreement.note("reduce", unit)
+        self.agreement.note("gradients", unit)
         with span("post_backward_reduce", unit):
             slot.reduction = (unit, self.lane.reduce_scatter(unit.zero_missing_gradients()))
         slot.owner = None

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
+from instrumented_trainers import regions
 from instrumented_trainers.parallelism.yafsdp.communication_lane import Lane, Ranks
-from instrumented_trainers.parallelism.yafsdp.layout import Layout, Part
+from instrumented_trainers.parallelism.yafsdp.flat_shard import Place
+from instrumented_trainers.parallelism.yafsdp.layout import Layout
 from instrumented_trainers.parallelism.yafsdp.mixed_precision import MixedPrecisionPolicy
-from instrumented_trainers.parallelism.yafsdp.optimizer_support import mark
+from instrumented_trainers.parallelism.yafsdp.shard_tensor import Shard, ShardParameter, plain_tensors
 
 Sites: TypeAlias = list[tuple[nn.Module, str]]
 """Every place in the modules where a parameter stands: more than one if it is tied."""
@@ -21,15 +23,16 @@ Sites: TypeAlias = list[tuple[nn.Module, str]]
 class UnitParameter:
     """One parameter of a unit: the shard that the optimizer sees and the weight that the module computes with."""
 
-    def __init__(self, original: nn.Parameter, sites: Sites, layout: Layout, index: int, part: Part) -> None:
-        self.shape, self.sites = original.shape, sites
-        self.layout, self.index, self.part = layout, index, part
-        """Where it lies: its flat tensor's layout, its number in that, and the part of it that this rank has."""
-        self.span = layout.span(index)
-        self.shard = nn.Parameter(torch.empty(0), requires_grad=original.requires_grad)
+    def __init__(self, original: nn.Parameter, sites: Sites, place: Place) -> None:
+        self.shape, self.sites, self.place = original.shape, sites, place
+        self.part = place.layout.part(place.index, place.ranks.rank())
+        """The part of its flat tensor's shard that belongs to it."""
+        self.span = place.layout.span(place.index)
+        self.shard = ShardParameter.of(torch.empty(0), place, requires_grad=original.requires_grad)
         self.shard.__dict__.update(original.__dict__)  # marks such as "no weight decay" that users put on parameters
-        mark(self.shard)
         self.weight: nn.Parameter | None = None
+        self.memory: Tensor | None = None
+        """Where the weight lies, a view of the unit's buffer."""
 
     def replace_shard(self, values: Tensor) -> None:
         """Let optimizers see a new parameter with these values, of the shard's shape."""
@@ -39,15 +42,22 @@ class UnitParameter:
     def set_shard(self, values: Tensor) -> None:
         """Make a new parameter with these values the shard, without registering it."""
         old = self.shard
-        self.shard = nn.Parameter(values, requires_grad=old.requires_grad)
+        self.shard = ShardParameter.of(values, self.place, requires_grad=old.requires_grad)
         self.shard.__dict__.update(old.__dict__)
+
+    def show_weight(self, *, present: bool) -> None:
+        """Let the weight have its memory, or none."""
+        assert self.weight is not None
+        assert self.memory is not None
+        self.weight.data = self.memory if present else self.memory.new_empty(0)
 
     @torch.no_grad()
     def copy_from_whole(self, weight: Tensor) -> None:
         """Give the shard its part of the whole parameter, if that has changed."""
-        part = weight.reshape(-1)[self.part.origin : self.part.origin + self.shard.numel()].to(self.shard.device)
-        if not torch.equal(part, self.shard):
-            self.shard.copy_(part)
+        local = self.shard.to_local()
+        part = self.place.cut(weight, local.numel()).to(local.device)
+        if not torch.equal(part, local):
+            local.copy_(part)
 
     def register(self, parameter: nn.Parameter) -> None:
         """Put `parameter` wherever the modules look for this one."""
@@ -102,20 +112,25 @@ class FlatParameters:
         self.reduce_dtype = policy.reduce_dtype or self.weight_dtype
         # In fp16, whose largest value is 65504, a sum over ranks overflows long before their mean does.
         self._predivisor = 2 ** (ranks.count.bit_length() // 2) if self.reduce_dtype is torch.float16 else 1
-        rank = ranks.shards.rank()
         self.parameters = [
-            UnitParameter(original, sites, self.layout, index, self.layout.part(index, rank))
+            UnitParameter(original, sites, self._place(index, sites))
             for index, (original, sites) in enumerate(parameters.items())
         ]
         self.master = self._cut(list(parameters))
         self._view_master()
         self._begin()
 
+    def _place(self, index: int, sites: Sites) -> Place:
+        part, ranks = self.layout.part(index, self.ranks.shards.rank()), self.ranks
+        region = regions.region_of(*sites[0])
+        return Place(self.layout, index, part.origin, ranks.shards, self.device, region, ranks.replicas)
+
     def _begin(self) -> None:
         self.gradient: Tensor | None = None
         self.incoming: Tensor | None = None
         """A gradient on its way to host memory, to be added to one that is there; allocated when first needed."""
         self._has_incoming = False
+        self._weights_hidden = False
         self.whole_weights: Tensor | None = None
         """The unsharded weights, flat: a part of the unit's weight slot."""
 
@@ -127,7 +142,7 @@ class FlatParameters:
         other.master = self.master if self.master.is_meta else self._zeros().copy_(self.master)
         other.parameters = [copy.copy(parameter) for parameter in self.parameters]
         for parameter in other.parameters:
-            parameter.weight = None
+            parameter.weight = parameter.memory = None
             parameter.set_shard(self.own_part(other.master, parameter))
         return other
 
@@ -162,7 +177,8 @@ class FlatParameters:
     @property
     def is_trained(self) -> bool:
         """Return whether any of the parameters gets a gradient."""
-        return any(parameter.shard.requires_grad for parameter in self.parameters)
+        with plain_tensors():
+            return any(parameter.shard.requires_grad for parameter in self.parameters)
 
     @property
     def weight_bytes(self) -> int:
@@ -185,19 +201,21 @@ class FlatParameters:
     @torch.no_grad()
     def adopt_moved_shards(self) -> None:
         """Take over values that were given to the optimizer's parameters as new memory, such as by share_memory."""
-        for parameter in self.parameters:
-            part = self.own_part(self.master, parameter)
-            if not is_same_memory(parameter.shard, part):
-                part.copy_(parameter.shard)
-                parameter.shard.data = part
+        with plain_tensors():
+            for parameter in self.parameters:
+                part = self.own_part(self.master, parameter)
+                if not is_same_memory(parameter.shard, part):
+                    part.copy_(parameter.shard)
+                    parameter.shard.data = part
 
     def replaced_parameter(self) -> UnitParameter | None:
         """Return a parameter that is no longer the shard, or whose memory is not the shard's; None if all are."""
-        for parameter in self.parameters:
-            shard = parameter.shard
-            is_there = all(module._parameters.get(name) is shard for module, name in parameter.sites)
-            if not is_there or not is_same_memory(shard, self.own_part(self.master, parameter)):
-                return parameter
+        with plain_tensors():
+            for parameter in self.parameters:
+                shard = parameter.shard
+                is_there = all(module._parameters.get(name) is shard for module, name in parameter.sites)
+                if not is_there or not is_same_memory(shard, self.own_part(self.master, parameter)):
+                    return parameter
         return None
 
     # Weights ---------------------------------------------------------------------------------------------------------
@@ -209,7 +227,8 @@ class FlatParameters:
             parameter.weight = nn.Parameter(torch.empty(0, dtype=self.weight_dtype, device=self.device))
             # Not nn.Parameter(view): that shares the buffer's version counter, every gather bumps it, and backward
             # would take the weights for modified.
-            parameter.weight.data = self.whole_weights[parameter.span].view(parameter.shape)
+            parameter.memory = self.whole_weights[parameter.span].view(parameter.shape)
+            parameter.show_weight(present=True)
 
     @torch.no_grad()
     def copy_in_shard(self, lane: Lane) -> Tensor:
@@ -224,6 +243,11 @@ class FlatParameters:
         It raises where a tensor's version is not that at which it was saved. So the version is an even number where
         the weights are in the buffer, an odd one where they are not, and another after each change of the shards.
         """
+        if self._weights_hidden or not (present or self.is_trained):
+            # Autograd asks nobody before it uses a frozen weight that a function kept, other than by saving it.
+            self._weights_hidden = not present
+            for parameter in self.parameters:
+                parameter.show_weight(present=present)
         version = 2 * self.master._version + (0 if present else 1)
         weights = tuple(parameter.weight for parameter in self.parameters)
         torch._C._autograd._unsafe_set_version_counter(weights, (version,) * len(weights))
@@ -296,16 +320,17 @@ class FlatParameters:
         """
         if self.gradient is None:
             self.gradient = self._zeros()
-        if all(parameter.shard.grad is None for parameter in self.parameters):
-            self.gradient.zero_()
-            return True
-        for parameter, local in self._gradient_parts():
-            published = parameter.shard.grad
-            if published is None:
-                local.zero_()
-            elif not is_same_memory(published, local):
-                local.copy_(published)
-                self._show(parameter, local)
+        with plain_tensors():
+            if all(parameter.shard.grad is None for parameter in self.parameters):
+                self.gradient.zero_()
+                return True
+            for parameter, local in self._gradient_parts():
+                published = parameter.shard.grad
+                if published is None:
+                    local.zero_()
+                elif not is_same_memory(published, local):
+                    local.copy_(published)
+                    parameter.shard.grad = Shard.of(local, parameter.place)
         return False
 
     def publish_gradients(self, unused: Collection[UnitParameter]) -> None:
@@ -315,18 +340,15 @@ class FlatParameters:
         penalty on weights: it is added. Where shards lie in host memory, copies to there must have finished.
         """
         self._add_incoming()
-        for parameter, local in self._gradient_parts():
-            published = parameter.shard.grad
-            if published is None:
-                if parameter.shard.requires_grad and parameter not in unused:
-                    self._show(parameter, local)
-            elif not is_same_memory(published, local):
-                local.add_(published)
-                self._show(parameter, local)
-
-    def _show(self, parameter: UnitParameter, gradient: Tensor) -> None:
-        mark(gradient, self)
-        parameter.shard.grad = gradient
+        with plain_tensors():
+            for parameter, local in self._gradient_parts():
+                published = parameter.shard.grad
+                if published is None:
+                    if parameter.shard.requires_grad and parameter not in unused:
+                        parameter.shard.grad = Shard.of(local, parameter.place)
+                elif not is_same_memory(published, local):
+                    local.add_(published)
+                    parameter.shard.grad = Shard.of(local, parameter.place)
 
     def _gradient_parts(self) -> Iterator[tuple[UnitParameter, Tensor]]:
         """Yield each parameter with its part of the gradient shard."""

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from instrumented_trainers.parallelism.yafsdp.layout import Layout, boxes
+from instrumented_trainers.parallelism.yafsdp.rank_programs import note, waiting
 from instrumented_trainers.regions import Region
 
 
@@ -32,6 +33,8 @@ class Place:
     """Where the ranks' collectives run."""
     region: Region | None = None
     """Which part of the whole parameter the flattened one is, where tensor parallelism divides it."""
+    replicas: dist.ProcessGroup | None = None
+    """Who has the same shard, where there are replicas."""
 
     def __deepcopy__(self, memo: Any) -> Self:
         return self  # process groups are not copied when asynchronous saving copies a shard to the host
@@ -54,25 +57,35 @@ class Place:
     @torch.no_grad()
     def gather(self, local: Tensor) -> Tensor:
         """Return the whole tensor of which each rank has its part in `local`, on the device of `local`."""
+        full = self.gather_part(local)
+        return full if self.region is None else self.region.gather(full)
+
+    @torch.no_grad()
+    def gather_part(self, local: Tensor) -> Tensor:
+        """Return the tensor that is flattened: the whole one, but for tensor parallelism."""
         parts = [self.layout.part(self.index, rank) for rank in range(self.ranks.size())]
         longest = max(part.stop - part.start for part in parts)
         sent = torch.zeros(longest, dtype=local.dtype, device=self.device)
         sent[: local.numel()] = local
         received = [torch.empty_like(sent) for _ in parts]
-        dist.all_gather(received, sent, group=self.ranks)
-        full = torch.empty(self.shape.numel(), dtype=local.dtype, device=local.device)
+        note(f"gather of a {tuple(self.part_shape)}")
+        waiting(dist.all_gather, received, sent, group=self.ranks)
+        full = torch.empty(self.part_shape.numel(), dtype=local.dtype, device=local.device)
         for part, values in zip(parts, received, strict=True):
             length = part.stop - part.start
             full[part.origin : part.origin + length] = values[:length]
-        full = full.view(self.part_shape)
-        return full if self.region is None else self.region.gather(full)
+        return full.view(self.part_shape)
+
+    def cut(self, full: Tensor, numel: int) -> Tensor:
+        """Return the `numel` elements that lie here of a tensor that is flattened."""
+        return full.reshape(-1)[self.origin : self.origin + numel]
 
     @torch.no_grad()
     def part_of(self, full: Tensor, numel: int) -> Tensor:
         """Return the `numel` elements of a whole tensor that lie here."""
         if self.region is not None:
             full = self.region.part_of(full)
-        return full.reshape(-1)[self.origin : self.origin + numel]
+        return self.cut(full, numel)
 
 
 @dataclass(frozen=True)
@@ -105,7 +118,7 @@ class Owned:
         sent = torch.zeros(self.shape, dtype=local.dtype, device=self.device)
         if self.ranks.rank() == self.owner:
             sent.copy_(local.view(self.shape))
-        dist.broadcast(sent, group=self.ranks, group_src=self.owner)
+        waiting(dist.broadcast, sent, group=self.ranks, group_src=self.owner)
         return sent.to(local.device)
 
 
@@ -153,6 +166,8 @@ class FlatShard(Tensor):
             size, begin = torch.Size(sizes), torch.Size(map(operator.add, offsets, place.offsets))
             shard.pieces.append((begin, local[offset : offset + size.numel()].view(size)))
             offset += size.numel()
+        if not place.shape.numel():  # no range of it has elements, and a checkpoint needs one piece of each tensor
+            shard.pieces.append((place.offsets, local.view(place.part_shape)))
         return shard
 
     def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from instrumented_trainers.parallelism.yafsdp.copies import copy_module
 from instrumented_trainers.parallelism.yafsdp.flat_parameters import FlatParameters
+from instrumented_trainers.parallelism.yafsdp.shard_tensor import plain_tensors
 from instrumented_trainers.parallelism.yafsdp.unit import Unit
 from instrumented_trainers.parallelism.yafsdp.whole_weights import WholeWeights
 
@@ -130,7 +131,8 @@ class YaFSDPModule:
                     f"YaFSDP: a sharded module cannot become {after.dtype} on {after.device}; cast and move it before "
                     "fully_shard"
                 )
-        super()._apply(fn, recurse)  # type: ignore[misc]
+        with plain_tensors():
+            super()._apply(fn, recurse)  # type: ignore[misc]
         for unit in self._units():
             unit.adopt_moved_shards()
         return self

@@ -1,111 +1,184 @@
-"""Optimizers that need whole tensors, and would silently compute something else from shards.
+"""Optimizers of shards: element-wise ones step them as plain tensors, others are told from them by what they do.
 
-They are recognised by what they do: one steps a matrix, two others, as on two ranks, a half of it each. An element-wise
-optimizer (SGD, Adam and their kin) makes the same of both.
+A trial steps a matrix, and two others, as on two ranks, a part of it each. An element-wise optimizer (SGD, Adam and
+their kin) makes the same of both. One that differs is refused. One that cannot be tried steps shards as what they are:
+tensors of the whole shape, whose functions compute over all ranks or raise.
 """
 
+import functools
 import inspect
-import weakref
+import types
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+from instrumented_trainers.parallelism.yafsdp.shard_tensor import ShardParameter, plain_tensors
+from instrumented_trainers.parallelism.yafsdp.unit import Unit
 
 # For optimizers that cannot be made for a trial. By class name, for most come from packages that need not be installed.
 NEED_WHOLE_TENSORS = frozenset(
     ("adafactor", "distributedshampoo", "galoreadamw", "kfac", "lamb", "lars", "lbfgs", "muon", "novograd", "psgd")
 ) | {"shampoo", "soap"}
 
-_MARK = "_yafsdp_shard"  # on a shard
-_STEPS, _ROWS, _COLUMNS = 3, 6, 4
+_STEPS, _ROWS, _COLUMNS = 2, 72, 64
+"""More than 4096 elements: optimizers that keep their state in eight bits do so in blocks, of large tensors alone."""
+_SCALES = (1e-4, 1.0, 1e4)
+"""Of gradients: what an optimizer does to large ones, such as clipping by their norm, it may not do to small ones."""
+_PLAIN = "_yafsdp_steps_plain_tensors"  # on an optimizer
+SHARDED_IN = "_yafsdp_sharded_in"  # on an original parameter: which module's unit took it
 
 
-class _Mark:
-    """Says of a tensor that it is a shard, and whose. It is not saved with the tensor."""
-
-    def __init__(self, owner: object | None) -> None:
-        self.owner: Callable[[], Any] = weakref.ref(owner) if owner is not None else lambda: None
-
-    def __reduce__(self) -> Any:
-        return bool, (True,)
-
-    def __deepcopy__(self, memo: Any) -> "_Mark":
-        return self
+def units_of(optimizer: Optimizer) -> list[Unit]:
+    """Return the units whose shards the optimizer steps, in the order of its parameters."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    owners = (parameter.owner() for parameter in parameters if isinstance(parameter, ShardParameter))
+    return list(dict.fromkeys(owner for owner in owners if owner is not None))
 
 
-def mark(shard: Tensor, owner: object | None = None) -> None:
-    """Mark a tensor as a shard of the owner's, a unit's for parameters."""
-    setattr(shard, _MARK, _Mark(owner))
+def refuse_originals(optimizer: Optimizer) -> None:
+    """Raise RuntimeError if the optimizer holds parameters that `fully_shard` has replaced by shards since."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if (kind := getattr(parameter, SHARDED_IN, None)) is not None:
+                raise RuntimeError(
+                    f"YaFSDP: {type(optimizer).__name__} was made before fully_shard and holds a parameter of {kind} "
+                    "that is sharded since, so it would never train it; make optimizers after fully_shard"
+                )
 
 
-def is_shard(tensor: Tensor) -> bool:
-    """Return whether the tensor is marked as a shard."""
-    return hasattr(tensor, _MARK)
+def refuse_whole_tensor_optimizer(optimizer: Optimizer) -> bool:
+    """Return whether the optimizer, which has shards to step, is known to be element-wise.
 
-
-def owner_of(shard: Tensor) -> Any:
-    """Return whose shard a tensor is, None if it is not marked or its owner has been deleted."""
-    owner_mark = getattr(shard, _MARK, None)
-    return owner_mark.owner() if isinstance(owner_mark, _Mark) else None
-
-
-def refuse_whole_tensor_optimizer(optimizer: Optimizer) -> None:
-    """Raise NotImplementedError if the optimizer, which has shards to step, needs whole tensors."""
+    Raises NotImplementedError if it needs whole tensors.
+    """
     kind = type(optimizer)
-    if _needs_whole_tensors(kind, optimizer):
+    outcomes = {_outcome(kind, _options(optimizer, group)) for group in optimizer.param_groups}
+    if True in outcomes:
         raise NotImplementedError(
             f"YaFSDP: {kind.__name__} needs whole tensors, and a rank has one-dimensional shards of them; hand it to "
             "WholeTensorOptimizer, which gathers them, or use an element-wise optimizer (AdamW, SGD and their kin)"
         )
+    return outcomes == {False}
 
 
-_tried: dict[tuple[type[Optimizer], Any], bool] = {}
+# Steps on plain tensors -----------------------------------------------------------------------------------------------
+
+_running: list[AbstractContextManager[Any]] = []
+"""The context of an optimizer's first step, which begins in one hook and ends in another."""
 
 
-def _needs_whole_tensors(kind: type[Optimizer], optimizer: Optimizer) -> bool:
-    options = _options(kind, optimizer)
+def begin_plain_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Let this step take shards for plain tensors, and later ones, too: it is faster, and the same element by element.
+
+    Called by a hook that runs before the step, with its arguments; returns them for it.
+    """
+    if getattr(optimizer, _PLAIN, False) or _has_hooks(optimizer):
+        return None
+    setattr(optimizer, _PLAIN, True)
+    for name in ("step", "zero_grad"):
+        # A bound method, as schedulers of torch look for its function.
+        setattr(optimizer, name, types.MethodType(_on_plain_tensors(getattr(type(optimizer), name)), optimizer))
+    _running.append(plain_tensors())
+    _running[-1].__enter__()
+    return tuple(map(_on_shards, args)), {name: _on_shards(value) for name, value in kwargs.items()}
+
+
+def end_plain_step() -> None:
+    """End what `begin_plain_step` began, after the step or after it raised."""
+    while _running:
+        _running.pop().__exit__(None, None, None)
+
+
+def _has_hooks(optimizer: Optimizer) -> bool:
+    """Return whether code of the user's runs within a step, such as a hook that clips: it must see shards."""
+    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    others = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
+    return any(own) or any(len(hooks) > 1 for hooks in others)
+
+
+def _on_plain_tensors(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if _has_hooks(optimizer):
+            return method(optimizer, *args, **kwargs)
+        args, kwargs = tuple(map(_on_shards, args)), {name: _on_shards(value) for name, value in kwargs.items()}
+        with plain_tensors():
+            return method(optimizer, *args, **kwargs)
+
+    return call
+
+
+def _on_shards(value: Any) -> Any:
+    """Return a closure such that it sees shards, not plain tensors: it is the user's code."""
+    if not inspect.isroutine(value) and not isinstance(value, functools.partial):
+        return value
+
+    @functools.wraps(value)
+    def closure(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._EnableTorchFunction():
+            return value(*args, **kwargs)
+
+    return closure
+
+
+# A trial --------------------------------------------------------------------------------------------------------------
+
+_outcomes: dict[tuple[type[Optimizer], str], bool | None] = {}
+
+
+def _outcome(kind: type[Optimizer], options: dict[str, Any]) -> bool | None:
+    """Return whether such an optimizer needs whole tensors; None if it cannot be tried."""
     key = kind, str(sorted(options.items(), key=str))
-    if key not in _tried:
-        _tried[key] = _differs_on_shards(kind, options)
-    return _tried[key]
+    if key not in _outcomes:
+        _outcomes[key] = _differs_on_parts(kind, options)
+    return _outcomes[key]
 
 
-def _options(kind: type[Optimizer], optimizer: Optimizer) -> dict[str, Any]:
-    """Return the options to make such an optimizer with, and a rate at which it moves."""
-    accepted = inspect.signature(kind.__init__).parameters
-    options = {name: value for name, value in optimizer.defaults.items() if name in accepted}
+def _options(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a group to make such an optimizer with, and a rate at which it moves."""
+    accepted = inspect.signature(type(optimizer).__init__).parameters
+    options = {name: group.get(name, value) for name, value in optimizer.defaults.items() if name in accepted}
     for name in ("capturable", "fused", "foreach"):  # how it computes, not what
         options.pop(name, None)
     return options | ({"lr": 0.1} if "lr" in options else {})
 
 
-def _differs_on_shards(kind: type[Optimizer], options: dict[str, Any]) -> bool:
+def _differs_on_parts(kind: type[Optimizer], options: dict[str, Any]) -> bool | None:
     generator = torch.Generator().manual_seed(0)
     matrix, *gradients = torch.randn(1 + _STEPS, _ROWS, _COLUMNS, generator=generator, dtype=torch.float64)
-    try:
-        expected = _train(kind, options, matrix, gradients)
-    except Exception:  # noqa: BLE001 -- an optimizer of any make, made from its defaults alone
-        return any(base.__name__.lower() in NEED_WHOLE_TENSORS for base in kind.__mro__)
-    try:
-        halves = [
-            _train(kind, options, matrix.flatten()[half], [gradient.flatten()[half] for gradient in gradients])
-            for half in (slice(0, matrix.numel() // 2), slice(matrix.numel() // 2, None))  # as two ranks have them
-        ]
-    except Exception:  # noqa: BLE001 -- such as torch.optim.Muon's, which takes matrices only
-        return True
-    return not torch.allclose(expected.flatten(), torch.cat(halves), rtol=1e-9, atol=1e-12)
+    cut = matrix.numel() // 3 + 8  # as two ranks have it, and no multiple of a block
+    with torch._C._EnableTorchFunction(), torch.random.fork_rng(devices=[]):
+        for scale in _SCALES:
+            scaled = [gradient * scale for gradient in gradients]
+            try:
+                expected = _train(kind, options, matrix, scaled)
+            except Exception:  # noqa: BLE001 -- an optimizer of any make, made from its options alone
+                return True if any(base.__name__.lower() in NEED_WHOLE_TENSORS for base in kind.__mro__) else None
+            try:
+                parts = [
+                    _train(kind, options, matrix.flatten()[part], [gradient.flatten()[part] for gradient in scaled])
+                    for part in (slice(cut), slice(cut, None))
+                ]
+            except Exception:  # noqa: BLE001 -- such as torch.optim.Muon's, which takes matrices only
+                return True
+            if not torch.allclose(expected.flatten(), torch.cat(parts), rtol=1e-9, atol=1e-12):
+                return True
+    return False
 
 
 def _train(kind: type[Optimizer], options: dict[str, Any], values: Tensor, gradients: list[Tensor]) -> Tensor:
     """Return the values after a step on each of the gradients."""
     parameter = nn.Parameter(values.clone())
-    with torch.random.fork_rng(devices=[]):
-        optimizer = kind([parameter], **options)
-        for gradient in gradients:
-            parameter.grad = gradient.clone()
-            optimizer.step(*((lambda: 0.0),) if _needs_closure(kind) else ())
+    torch.manual_seed(0)
+    optimizer = kind([parameter], **options)
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        optimizer.step(*((lambda: 0.0),) if _needs_closure(kind) else ())
     return parameter.detach()
 
 

@@ -80,13 +80,14 @@ def _load_part(parameter: UnitParameter, name: str, file: Any) -> None:
         raise ValueError(
             f"YaFSDP: {name} is {tuple(parameter.shape)} and cannot be loaded from {tuple(saved.get_shape())}"
         )
-    if parameter.shard.numel():
-        parameter.shard.copy_(_range(saved, parameter))
+    local = parameter.shard.to_local().detach()
+    if local.numel():
+        local.copy_(_range(saved, parameter))
 
 
 def _range(saved: Any, parameter: UnitParameter) -> Tensor:
     """Return the elements of a saved tensor that the shard has, reading the rows that they lie in."""
-    first, count = parameter.part.origin, parameter.shard.numel()
+    first, count = parameter.part.origin, parameter.part.stop - parameter.part.start
     row = torch.Size(parameter.shape[1:]).numel()
     start, stop = first // row, -(-(first + count) // row)
     rows: Tensor = saved[start:stop] if len(parameter.shape) else saved[...]

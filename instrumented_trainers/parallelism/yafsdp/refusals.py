@@ -6,6 +6,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from instrumented_trainers.parallelism.yafsdp.shard_tensor import plain_tensors
 from instrumented_trainers.parallelism.yafsdp.unit import Unit
 
 
@@ -78,14 +79,15 @@ def refuse_stored_weight(unit: Unit, tensor: Tensor, where: str) -> None:
 
 def refuse_gradient_hooks(unit: Unit) -> None:
     """Raise NotImplementedError if a shard has a hook that autograd would never call."""
-    for parameter in unit.parameters:
-        if parameter.shard._backward_hooks:
-            module, name = parameter.sites[0]
-            raise NotImplementedError(
-                f"YaFSDP: parameter {name!r} of {type(module).__name__} in {unit_label(unit)} has a hook of "
-                "register_hook, which would see no gradient: autograd computes those of the whole weights; use "
-                "register_post_accumulate_grad_hook, which is called with the shard when its gradient is complete"
-            )
+    with plain_tensors():
+        hooked = next((parameter for parameter in unit.parameters if parameter.shard._backward_hooks), None)
+    if hooked is not None:
+        module, name = hooked.sites[0]
+        raise NotImplementedError(
+            f"YaFSDP: parameter {name!r} of {type(module).__name__} in {unit_label(unit)} has a hook of "
+            "register_hook, which would see no gradient: autograd computes those of the whole weights; use "
+            "register_post_accumulate_grad_hook, which is called with the shard when its gradient is complete"
+        )
 
 
 _OF_AUTOGRAD = re.compile(r"\[torch\.\w+ \[([\d, ]*)\]\].* is at version (\d+); expected version (\d+)", re.DOTALL)

@@ -14,7 +14,7 @@ from instrumented_trainers.parallelism.yafsdp.buffers import Slots, regions
 from instrumented_trainers.parallelism.yafsdp.communication_lane import Lane, Ranks
 from instrumented_trainers.parallelism.yafsdp.flat_parameters import FlatParameters, ShardMemory, Sites, UnitParameter
 from instrumented_trainers.parallelism.yafsdp.mixed_precision import MixedPrecisionPolicy
-from instrumented_trainers.parallelism.yafsdp.optimizer_support import mark
+from instrumented_trainers.parallelism.yafsdp.shard_tensor import plain_tensors
 
 
 class UnitEngine(Protocol):
@@ -72,7 +72,7 @@ class Unit:
         self.flats = tuple(flats)
         self.parameters = [parameter for flat in self.flats for parameter in flat.parameters]
         for parameter in self.parameters:
-            mark(parameter.shard, self)
+            parameter.shard.owner = weakref.ref(self)
         self._flat_of = {parameter: flat for flat in self.flats for parameter in flat.parameters}
         self._gradient_regions = regions([flat.gradient_bytes for flat in self.flats])
         self.outer_unit: Unit | None = None
@@ -187,11 +187,12 @@ class Unit:
     def use_weights(self) -> None:
         """Register unsharded weights in the modules (FSDP's unshard)."""
         self.set_weights_present(present=True)
-        for parameter in self.parameters:
-            assert parameter.weight is not None
-            if parameter.weight.requires_grad != parameter.shard.requires_grad:
-                parameter.weight.requires_grad_(parameter.shard.requires_grad)
-            parameter.register(parameter.weight)
+        with plain_tensors():
+            for parameter in self.parameters:
+                assert parameter.weight is not None
+                if parameter.weight.requires_grad != parameter.shard.requires_grad:
+                    parameter.weight.requires_grad_(parameter.shard.requires_grad)
+                parameter.register(parameter.weight)
 
     def use_shards(self) -> None:
         """Register shards in the modules, for optimizers and state dicts (FSDP's reshard)."""
@@ -211,7 +212,8 @@ class Unit:
     @property
     def without_gradient(self) -> set[UnitParameter]:
         """Return the trainable parameters that got no gradient on this rank since the last publication."""
-        return {parameter for parameter in self.parameters if parameter.shard.requires_grad} - self.with_gradient
+        with plain_tensors():
+            return {parameter for parameter in self.parameters if parameter.shard.requires_grad} - self.with_gradient
 
     @property
     def awaits_publication(self) -> bool:
@@ -264,10 +266,15 @@ class Unit:
 
     def call_gradient_hooks(self) -> None:
         """Call the hooks of `register_post_accumulate_grad_hook` on shards that have a gradient."""
-        for parameter in self.parameters:
-            hooks = parameter.shard._post_accumulate_grad_hooks
-            for hook in tuple(hooks.values()) if hooks and parameter.shard.grad is not None else ():
-                hook(parameter.shard)
+        with plain_tensors():
+            calls = [
+                (hook, parameter.shard)
+                for parameter in self.parameters
+                if (hooks := parameter.shard._post_accumulate_grad_hooks) and parameter.shard.grad is not None
+                for hook in tuple(hooks.values())
+            ]
+        for hook, shard in calls:
+            hook(shard)
 
     def discard_gradients(self) -> None:
         """Forget gradients that the optimizer does not see yet."""

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from instrumented_trainers.parallelism.yafsdp.communication_lane import Lane, PendingCollective, lane_for
 from instrumented_trainers.parallelism.yafsdp.flat_parameters import FlatParameters
 from instrumented_trainers.parallelism.yafsdp.flat_shard import FlatShard, Owned
-from instrumented_trainers.parallelism.yafsdp.sharded_functions import units_of
+from instrumented_trainers.parallelism.yafsdp.optimizer_support import units_of
 
 
 class WholeTensorOptimizer(Optimizer):
@@ -132,7 +132,7 @@ class WholeTensorOptimizer(Optimizer):
         lane.chunk(weights).copy_(flat.master)
         for parameter in flat.parameters:
             if parameter.shard.grad is not None:
-                flat.own_part(lane.chunk(gradients), parameter).copy_(parameter.shard.grad)
+                flat.own_part(lane.chunk(gradients), parameter).copy_(parameter.shard.grad.to_local())
         return flat, weights, gradients, lane.all_gather([weights, gradients])
 
     def _scatter(self) -> None:
@@ -145,7 +145,7 @@ class WholeTensorOptimizer(Optimizer):
             lane.reduce_scatter([buffer], over_replicas=False).wait()
             for parameter, (_, parameter_flat, unit_parameter) in zip(self._parameters, self._places, strict=True):
                 if parameter_flat is flat and parameter.grad is not None:
-                    parameter.copy_(flat.own_part(lane.chunk(buffer), unit_parameter))
+                    parameter.to_local().copy_(flat.own_part(lane.chunk(buffer), unit_parameter))
 
     # State -----------------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ import pytest
 
 import tracekit
 from tests.support import drawn_traces
-from tracekit.analysis.host.step_parts import KINDS, step_parts
+from tracekit.analysis.host.step_parts import KINDS, fastest_calls, step_parts
 from tracekit.analysis.parallelism import time_by_part
 from tracekit.analysis.parallelism.time_by_part import PARTS
 from tracekit.analysis.time import breakdown
@@ -63,3 +63,16 @@ def test_compilation_and_garbage_collection_are_no_launch_gaps(name: str, part: 
     assert (
         by_part.select(pl.sum_horizontal(f"{part}_ns" for part in PARTS)).to_series() == by_part["duration_ns"]
     ).all()
+
+
+def test_the_fastest_call_of_each_number_in_a_step_counts_without_what_stops_it_in_other_steps():
+    # Another program stops the first call of a in step 0, the second one in steps 1 and 2; z runs in one step only.
+    picture = """
+        step     000000000000111111111111222222222222
+        compute  aaaaaa.aa.b.aa.aaaaa.b..aaa.aaaaab.z
+    """
+    calls = fastest_calls(drawn_traces.trace(picture, on_device=False))
+    work = calls.filter(part="compute").select("name", "number", "fastest_ns", "even_ns", "odd_ns").rows()
+    assert work == [("a", 0, 2, 3, 2), ("a", 1, 2, 2, 5), ("b", 0, 1, 1, 1)]
+    assert calls.filter(pl.col("part") != "compute", operator="a", number=1)["fastest_ns"].to_list() == [1]
+    assert fastest_calls(drawn_traces.trace(picture)).is_empty(), "a device is not shared"

@@ -16,6 +16,7 @@ from tracekit.errors import InputError
 from tracekit.ingest import loader
 from tracekit.model.source import LoadedTraces, Measured, Source, Threads
 from tracekit.model.trace import TraceFact
+from tracekit.regression import contributions
 from tracekit.regression.comparison import RunSamples, compare
 from tracekit.regression.samples import samples
 from tracekit.report import json as report_json
@@ -203,3 +204,8 @@ def test_a_report_measures_nothing_after_the_check() -> None:
     measured.clear()
     validate(report_json.render(report, run))
     assert measured == []
+
+
+def test_the_schema_lists_every_kind_of_contribution() -> None:
+    definition = json.loads(report_json.schema())["$defs"]["contribution"]
+    assert set(definition["properties"]["kind"]["enum"]) == set(contributions.LABELS)

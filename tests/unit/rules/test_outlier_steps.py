@@ -7,7 +7,7 @@ import pytest
 
 from tests.support import drawn_traces
 from tests.support.drawn_hosts import UNIT_NS
-from tests.support.rule_examples import stalled_run
+from tests.support.rule_examples import phase_run, stalled_run
 from tracekit.model import schema
 from tracekit.model.trace import Trace
 from tracekit.rules import outlier_steps
@@ -180,3 +180,21 @@ def test_a_stall_costs_as_much_in_the_last_step_as_in_a_middle_one(where):
 
 def test_a_window_that_ends_as_its_steps_do_has_no_stall_at_its_end():
     assert judge(cpu_run(7, "after", 0)) == ()
+
+
+@pytest.mark.parametrize(
+    "doing",
+    [
+        ("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", "annotation"),
+        ("cudaDeviceSynchronize", "runtime"),
+        ("cudaMalloc", "runtime"),
+        ("metrics.py(12): log", "python"),
+    ],
+)
+@pytest.mark.parametrize("affected", [(1, 3), (1, 3, 5)])
+def test_stalls_of_data_waits_allocation_and_python_that_recur_warn_with_their_cost_over_the_window(doing, affected):
+    run = phase_run(affected, affected, steps=6, phase=doing)
+    (finding,) = check(run, [OutlierStep()]).findings
+    assert (finding.severity, finding.steps) == (Severity.WARNING, affected)
+    # A stall is 39 units long.
+    assert finding.cost_ns == len(affected) * 39 * UNIT_NS // 6

@@ -63,3 +63,31 @@ def test_short_pauses_of_every_step_cost_their_median(tmp_path):
 def test_pauses_that_ops_need_between_them_are_not_counted(tmp_path):
     run = recorded(tmp_path, [0.15] * 6)
     assert savings.saving(run, "late-launch").saved_ns == 0
+
+
+def recorded_loop(folder, pauses_us):
+    """Return a CPU run: each of five steps calls aten::mm for 5 ms, then aten::detach after each pause."""
+    events, at_us = [], 0.0
+    for step in range(5):
+        begin_us = at_us
+        for name, pause_us, op_us in [("aten::mm", 0, OP_US), *(("aten::detach", pause, 10.0) for pause in pauses_us)]:
+            at_us += pause_us
+            events.append(kineto_files.slice_("cpu_op", name, at_us, op_us, tid=1))
+            at_us += op_us
+        events.append(kineto_files.slice_("user_annotation", f"ProfilerStep#{step}", begin_us, at_us - begin_us, tid=1))
+    content = kineto_files.trace(None, steps=0) | {"traceEvents": events}
+    kineto_files.write(folder / "rank0.pt.trace.json", content)
+    return load(folder, cache=False)
+
+
+def test_shorter_pauses_of_a_loop_count_where_one_of_them_is_long(tmp_path, wording):
+    run = recorded_loop(tmp_path, [600, 120, 20, 120])  # 20 µs are those of any op
+    (finding,) = check(run, [LateLaunch()]).findings
+    assert finding.cost_ns == 840_000
+    wording(finding.message)
+
+
+def test_pauses_of_a_loop_without_a_long_one_are_those_of_its_ops(tmp_path):
+    run = recorded_loop(tmp_path, [190, 120, 120, 120])
+    assert check(run, [LateLaunch()]).findings == ()
+    assert savings.saving(run, "late-launch").saved_ns == 0

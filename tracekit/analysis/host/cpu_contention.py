@@ -127,3 +127,21 @@ def contended_ops(run: Run) -> pl.DataFrame:
     is_slow = is_stated | (pl.col("excess_ns") >= _MIN_EXCESS_RATIO * pl.col("dur_ns"))
     contended = ranks.filter((is_shared | (is_short & is_regular & is_slow)) & (pl.col("excess_ns") > 0))
     return ops.filter(pl.col("excess_ns") > 0).join(contended, on=of_rank, how="semi", maintain_order="left")
+
+
+def turns(run: Run, stated: Processors) -> pl.DataFrame:
+    """Time that ranks of few cores lose while others have these: columns window, rank, step, turns_ns.
+
+    With cores of its own, a step takes the CPU time of its busiest rank, and what none of the cores was used for. Ranks
+    without a trace compute as long as the others do on average. Empty without CPU times.
+    """
+    step = ["window", "step"]
+    used_ns = pl.col("cpu_ns").mean() * stated.ranks
+    needs = (
+        run.table(cpu_times)
+        .group_by(step)
+        .agg(pl.col("cpu_ns").max().alias("busiest_ns"), used_ns.alias("used_ns"), pl.col("wall_ns").median())
+    )
+    unused_ns = (pl.col("wall_ns") - pl.col("used_ns") / stated.cores).clip(0)
+    lost_ns = (pl.col("wall_ns") - pl.col("busiest_ns") - unused_ns).clip(0).cast(pl.Int64)
+    return run.table(cpu_times).select("rank", *step).join(needs.select(*step, turns_ns=lost_ns), on=step)

@@ -20,8 +20,9 @@ from tracekit.model.sweep_line import Flags, Ints
 from tracekit.model.trace import Trace
 
 GAP_COLUMNS = schema.columns(
-    "gap device step phase unit name nth detail synced start_ns dur_ns stack", synced=pl.Boolean, stack=pl.String
-)
+    "gap device step phase unit name nth detail synced start_ns dur_ns stack after",
+    synced=pl.Boolean, stack=pl.String, after=pl.String,
+)  # fmt: skip
 WAIT_COLUMNS = schema.columns("device step start_ns dur_ns")
 READ_COLUMNS = schema.columns("step phase unit name start_ns dur_ns")
 
@@ -68,8 +69,9 @@ def host_gaps(trace: Trace) -> pl.DataFrame:
     number among those of that name in its step, from 0, to find the same place in other steps), detail
     (`host_state.HOST_STATES`), synced (the device became idle while the host waited for it, rate limiters excluded),
     start_ns (of the first piece), dur_ns, stack (the function of the program in the middle of that time; null without
-    recorded stacks); one row per gap and detail, two where a part is synced. By as much as the host had waited in the
-    step, it could have launched earlier: what gaps last beyond that is not synced.
+    recorded stacks), after (on a CPU run, name of the op that ended last before it; else null); one row per gap and
+    detail, two where a part is synced. By as much as the host had waited in the step, it could have launched earlier:
+    what gaps last beyond that is not synced.
     """
     pieces = compute_gap_causes.compute_gap_causes(trace)
     is_host = (pieces["cause"] == communication_gap_causes.HOST).to_numpy()
@@ -86,9 +88,20 @@ def host_gaps(trace: Trace) -> pl.DataFrame:
         gaps.hstack([
             pl.Series("start_ns", start_ns), pl.Series("dur_ns", dur_ns), pl.Series("synced", synced),
             call_trees.locations_at(trace, start_ns + dur_ns // 2),
+            _ops_before(trace, start_ns),
         ]),
         GAP_COLUMNS,
     )  # fmt: skip
+
+
+def _ops_before(trace: Trace, start_ns: Ints) -> pl.Series:
+    """Column after: on a CPU run, name of the op that ended last before each time; null where none did."""
+    compute = trace.activities.filter(pl.lit(not trace.on_device), kind="compute").select(
+        pl.col("start_ns") + pl.col("dur_ns"), after="name"
+    )
+    ends = compute.sort("start_ns", maintain_order=True)
+    before = np.searchsorted(ends["start_ns"].to_numpy(), start_ns, side="right") - 1
+    return columns.rows_or_nulls(ends.select("after"), before)["after"]
 
 
 @dataclass(frozen=True, eq=False)

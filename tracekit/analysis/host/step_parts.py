@@ -19,6 +19,9 @@ DATA, COMMUNICATION, WAIT, COMPUTE, LAUNCH, ALLOCATOR, COMPILE, GARBAGE_COLLECTI
 collection, saves, exposed copies, and idle time of unknown cause. Only a run with several ranks separates waiting from
 communication."""
 COLUMNS = schema.columns("step device part name place dur_ns", part=pl.String, place=pl.String)
+FASTEST_COLUMNS = schema.columns(
+    "part name operator number fastest_ns even_ns odd_ns", part=pl.String, operator=pl.String
+)
 
 _BUSY = {
     breakdown.COMPUTE: COMPUTE,
@@ -43,13 +46,49 @@ def step_parts(trace: Trace) -> pl.DataFrame:
     communicates or copies; of launch gaps that of the compute which ends the gap; else ''. The place is the function of
     the program that calls the operator, or that the host is in while the device is idle; null without recorded stacks.
     """
+    moments = _moments(trace)
+    return moments.group_by("step", "device", "part", "name", "place").agg(pl.col("dur_ns").sum()).pipe(
+        schema.select, COLUMNS
+    ).sort("step", "device", "part", "name", "place", nulls_last=True)  # fmt: skip
+
+
+@trace_fact
+def fastest_calls(trace: Trace) -> pl.DataFrame:
+    """Time of each call of the step where it is fastest, on a CPU: what other programs take comes in some steps only.
+
+    Columns FASTEST_COLUMNS; one row per part, name, operator and number of the operator's call in the step (the idle
+    time before it is a part of its own), of calls that half of the steps have. The times are the least of all steps, of
+    the even and of the odd ones (that of all steps where these lack it).
+    """
+    moments = _moments(trace).filter(pl.col("device").is_null())
+    step = (pl.col("step").rank("dense").cast(pl.Int64) - 1).fill_null(0)
+    cells = moments.group_by("part", "name", "operator", "number", step.alias("step")).agg(pl.col("dur_ns").sum())
+    time_ns, is_even = pl.col("dur_ns"), pl.col("step") % 2 == 0
+    calls = cells.group_by("part", "name", "operator", "number").agg(
+        time_ns.min().alias("fastest_ns"),
+        time_ns.filter(is_even).min().alias("even_ns"),
+        time_ns.filter(~is_even).min().alias("odd_ns"),
+        pl.len().alias("steps"),
+    )
+    common = calls.filter(2 * pl.col("steps") >= moments["step"].n_unique())
+    halves = [pl.coalesce(half, "fastest_ns").alias(half) for half in ("even_ns", "odd_ns")]
+    return common.with_columns(halves).pipe(schema.select, FASTEST_COLUMNS).sort("part", "name", "operator", "number")
+
+
+def _moments(trace: Trace) -> pl.DataFrame:
+    """Charge each moment of the steps' windows to a part, and to the call that runs or ends the gap.
+
+    Columns step, device, part, name, place, operator, number (of its call in the step), dur_ns.
+    """
     operator_row, launch_row = step_charges.operator_rows(trace)
     launched_ns = trace.ops["start_ns"].gather(launch_row)
     called = call_trees.locations_at(trace, launched_ns.fill_null(-1).to_numpy()).set(launched_ns.is_null(), None)
-    operators = trace.activities.select(
-        "id", "phase", pl.coalesce(trace.ops["name"].gather(operator_row), "name").alias("name"), called.alias("called")
+    operator = pl.coalesce(trace.ops["name"].gather(operator_row), "name").alias("operator")
+    operators = trace.activities.select("id", "phase", operator, called.alias("called"), "step", "start_ns").select(
+        pl.exclude("step", "start_ns"),
+        (pl.col("start_ns").rank("ordinal").over("step", "operator") - 1).cast(pl.Int64).alias("number"),
     )
-    parts = [schema.empty(COLUMNS)]
+    tables = []
     for device in breakdown.devices(trace):
         windows = step_charges.windows(trace, device)
         if not windows.height:
@@ -66,11 +105,11 @@ def step_parts(trace: Trace) -> pl.DataFrame:
             .otherwise(pl.lit(IDLE))
         )  # fmt: skip
         place = pl.when(is_busy).then("called").otherwise(_places(trace, device, moments["gap"]))
+        name = pl.when(pl.col("part").is_in(_NAMED)).then(pl.col("operator").fill_null("")).otherwise(pl.lit(""))
         rows = moments.with_columns(part.alias("part"), place.alias("place"))
-        name = pl.when(pl.col("part").is_in(_NAMED)).then(pl.col("name").fill_null("")).otherwise(pl.lit(""))
-        sums = rows.group_by("step", "part", name.alias("name"), "place").agg(pl.col("dur_ns").sum())
-        parts.append(schema.select(sums.with_columns(device=pl.lit(device, pl.Int64)), COLUMNS))
-    return pl.concat(parts).sort("step", "device", "part", "name", "place", nulls_last=True)
+        tables.append(rows.with_columns(name.alias("name"), pl.lit(device, pl.Int64).alias("device")))
+    columns = {**COLUMNS, "operator": pl.String, "number": pl.Int64}
+    return pl.concat([schema.empty(columns), *(schema.select(table, columns) for table in tables)])
 
 
 def _places(trace: Trace, device: int | None, gap: pl.Series) -> pl.Series:

@@ -22,7 +22,7 @@ from tracekit import conventions
 from tracekit.capture import atomic_files, notices, rank_info
 from tracekit.capture.hangs import flight_recorder, threads
 from tracekit.capture.hangs.flight_recorder import MessageLog
-from tracekit.conventions import redaction
+from tracekit.conventions import redaction, regular_files
 
 SCHEMA = "tracekit.hang/1"
 TIMEOUT, ERROR, EXIT = "timeout", "error", "exit"
@@ -245,8 +245,8 @@ class HangWatch:
         assert self._folder is not None
         for path in self._folder.glob(f"rank*{conventions.STACKS_SUFFIX}"):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                with path.open(encoding="utf-8") as file:
-                    process = json.loads(file.readline().removeprefix("# "))
+                with regular_files.open_to_read(path) as file:
+                    process = json.loads(file.readline().removeprefix(b"# "))
                 if process["host"] == platform.node() and process != _process(process["pid"]):
                     dead.append(int(path.name.removeprefix("rank").removesuffix(conventions.STACKS_SUFFIX)))
         dumps = {rank: self._folder / conventions.rank_file(rank, conventions.HANG_SUFFIX) for rank in sorted(dead)}

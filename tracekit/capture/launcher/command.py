@@ -16,7 +16,7 @@ from tracekit.capture import atomic_files, notices
 from tracekit.capture.launch_settings import GIBIBYTE, Settings
 from tracekit.capture.launcher import exit_report, launch
 from tracekit.capture.window_schedule import WindowSchedule, parse_steps
-from tracekit.conventions import object_storage
+from tracekit.conventions import object_storage, regular_files
 
 _JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", re.IGNORECASE)
@@ -121,7 +121,7 @@ def _is_live(run: Path) -> bool:
 
 def _windows(run: Path) -> "list[tuple[int, int]]":
     try:
-        windows = json.loads((run / conventions.MANIFEST_FILE).read_text(encoding="utf-8"))["windows"]
+        windows = json.loads(regular_files.read_text(run / conventions.MANIFEST_FILE))["windows"]
         return [(int(window["first_step"]), int(window["steps"])) for window in windows]
     except (OSError, ValueError, KeyError, TypeError):
         return []

@@ -14,7 +14,7 @@ from tracekit import conventions
 from tracekit.capture import atomic_files, notices, uploader
 from tracekit.capture.launch_settings import Settings
 from tracekit.capture.window_schedule import parse_steps
-from tracekit.conventions import object_storage, python_child
+from tracekit.conventions import object_storage, python_child, regular_files
 
 _OTHERS_WAIT_S = 30.0
 _ORPHAN_WAIT_S = 20.0
@@ -59,7 +59,7 @@ def read_notes(folder: Path) -> tuple[list[Note], int]:
     """Notes of a command's recorded processes, and how many reported that they could not begin."""
     notes, failed = [], 0
     for path in sorted(folder.glob("*.json")):
-        note = json.loads(path.read_text(encoding="utf-8"))
+        note = json.loads(regular_files.read_text(path))
         if "folder" in note:
             notes.append(Note(**{**note, "folder": Path(note["folder"])}))
         else:
@@ -101,7 +101,7 @@ def _report_run(folder: Path, notes: list[Note], settings: Settings, *, code: in
     place: Path | str = folder
     if object_storage.is_url(settings.out):
         target = uploader.target_file(folder)  # missing where nothing was uploaded
-        place = target.read_text(encoding="utf-8") if target.is_file() else settings.out
+        place = regular_files.read_text(target) if target.is_file() else settings.out
     traced = _traced_ranks(place, (note.rank for note in notes))
     path = _display_path(folder) if isinstance(place, Path) else place
     if not traced:
@@ -161,7 +161,7 @@ def _traced_ranks(run: "Path | str", ranks: Iterable[int]) -> list[int]:
 def _steps(folder: Path, note: Note) -> int:
     log = folder / (conventions.rank_file(note.rank, conventions.METRICS_SUFFIX) + conventions.PARTIAL_SUFFIX)
     try:
-        last = log.read_text(encoding="utf-8").rstrip().rpartition("\n")[2]
+        last = regular_files.read_text(log).rstrip().rpartition("\n")[2]
         return max(note.steps, int(json.loads(last)["step"]) + 1)
     except (OSError, ValueError, KeyError, TypeError):
         return note.steps

@@ -20,7 +20,7 @@ from tracekit import conventions
 from tracekit.capture import notices
 from tracekit.capture.launch_settings import Settings
 from tracekit.capture.launcher import exit_report
-from tracekit.conventions import object_storage
+from tracekit.conventions import object_storage, regular_files
 
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
 _INJECTED = Path(__file__).parent / "inject"
@@ -110,7 +110,7 @@ def report_hang(settings: Settings, *, quiet: bool) -> None:
     if settings.hang_timeout_s is None:
         return
     notes = Path(settings.notes).glob(f"*{conventions.HANG_NOTE_SUFFIX}")
-    for folder in sorted({Path(note.read_text(encoding="utf-8")) for note in notes}):
+    for folder in sorted({Path(regular_files.read_text(note)) for note in notes}):
         for dump in sorted(Path(settings.scratch).glob(f"{_NCCL_PREFIX}*")):
             shutil.move(dump, folder / dump.name)
         if not _has_hung(folder):
@@ -195,7 +195,7 @@ def _has_hung(folder: Path) -> bool:
 
 def _reason(dump: Path) -> str:
     try:
-        return str(json.loads(dump.read_text(encoding="utf-8"))["tracekit"]["reason"])
+        return str(json.loads(regular_files.read_text(dump))["tracekit"]["reason"])
     except (OSError, ValueError, KeyError, TypeError):
         return ""
 
@@ -204,7 +204,7 @@ def _remove(folder: Path) -> None:
     """Remove the files of ranks on this node, and folders that are empty then."""
     with contextlib.suppress(OSError):
         for stacks in folder.glob(f"rank*{conventions.STACKS_SUFFIX}"):
-            process = json.loads(stacks.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# "))
+            process = json.loads(regular_files.read_text(stacks).partition("\n")[0].removeprefix("# "))
             if process.get("host") == platform.node():
                 name = stacks.name.removesuffix(conventions.STACKS_SUFFIX)
                 (folder / (name + conventions.HANG_SUFFIX)).unlink(missing_ok=True)

@@ -115,12 +115,15 @@ class ReportOptions(OutputOptions):
 
     def facts(self) -> "tuple[TraceFact, ...]":
         """Return the facts of the reports in addition to findings, measured in one pass with those of the rules."""
+        from tracekit.analysis.host.step_parts import fastest_calls
         from tracekit.analysis.time import breakdown
         from tracekit.regression import baseline
         from tracekit.regression.samples import samples
 
         formats = [report_format for report_format, _ in self.destinations()]
-        of_json: tuple[TraceFact, ...] = (samples, *baseline.COMPARED_FACTS) if ReportFormat.JSON in formats else ()
+        of_json: tuple[TraceFact, ...] = (
+            (samples, fastest_calls, *baseline.COMPARED_FACTS) if ReportFormat.JSON in formats else ()
+        )
         return (breakdown.by_rank, breakdown.extent, *of_json)
 
     def write(self, results: "Sequence[CheckResult]") -> None:

@@ -15,7 +15,7 @@ import typer
 
 from tracekit.cli import output
 from tracekit.cli.options import RunOptions, SelectedWork, expand_options
-from tracekit.conventions import object_storage, python_child
+from tracekit.conventions import object_storage, python_child, regular_files
 from tracekit.errors import ConfigError, InputError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -290,4 +290,4 @@ def _dashboard_page(run: str, address: str, query: str) -> bytes:
         if not out.is_file():
             lines = done.stderr.strip().splitlines() or ["the page cannot be drawn"]
             raise InputError(f"{run}: {lines[-1]}")
-        return out.read_bytes()
+        return regular_files.read_bytes(out)

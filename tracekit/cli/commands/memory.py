@@ -9,6 +9,7 @@ import typer
 from tracekit import conventions
 from tracekit.cli import output, run_loading
 from tracekit.cli.options import DocumentOptions, UseCache, expand_options
+from tracekit.conventions import regular_files
 from tracekit.errors import BadTraceError, InputError
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ def _is_snapshot(path: str) -> bool:
         return not Path(path).is_dir()
     if not Path(path).is_file():
         return False
-    with Path(path).open("rb") as file:
+    with regular_files.open_to_read(path) as file:
         start = file.read(2)
     return start[:1] == b"\x80" and start[1:] in _PROTOCOLS
 

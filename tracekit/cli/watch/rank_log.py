@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from tracekit import conventions
-from tracekit.conventions import device_metrics
+from tracekit.conventions import device_metrics, regular_files
 from tracekit.ingest import untrusted_json
 
 CHUNK_BYTES = 1 << 20
@@ -52,7 +52,7 @@ class LogTail:
                     return []
                 if not stat.S_ISREG(status.st_mode):  # reading a pipe may block
                     continue
-                with path.open("rb") as file:
+                with regular_files.open_to_read(path) as file:
                     self.is_closed = path == self._paths[-1]
                     rows = self._read_new(file, status.st_size)
             except OSError:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tracekit.conventions import regular_files
 from tracekit.errors import InputError
 from tracekit.ingest import untrusted_json
 from tracekit.ingest.checkpoint_files import formats
@@ -45,7 +46,7 @@ def _folders(folder: Path, *, depth: int) -> Iterator[Path]:
         children = sorted(folder.iterdir())
     except OSError as error:
         raise InputError(f"{folder}: cannot be read: {error.strerror}") from None
-    if any(child.name in _NAMES or child.name.endswith(_SUFFIXES) for child in children if child.is_file()):
+    if any(child.name in _NAMES or child.name.endswith(_SUFFIXES) for child in children if not child.is_dir()):
         yield folder
     for child in children:
         if depth < _MAX_DEPTH and child.is_dir() and not child.is_symlink():
@@ -53,7 +54,7 @@ def _folders(folder: Path, *, depth: int) -> Iterator[Path]:
 
 
 def _parts(folder: Path) -> list[Part]:
-    names = sorted(child.name for child in folder.iterdir() if child.is_file())
+    names = sorted(child.name for child in folder.iterdir() if not child.is_dir())  # a pipe is damage
     parts = []
     if _SEAL_FILE in names:
         return [_check_seal(folder)]
@@ -104,7 +105,7 @@ def _with_remedies(verified: list[VerifiedCheckpoint]) -> list[VerifiedCheckpoin
 def _check_seal(folder: Path) -> Part:
     """Return the problems of a sealed checkpoint."""
     try:
-        seal = untrusted_json.parse((folder / _SEAL_FILE).read_bytes())
+        seal = untrusted_json.parse(regular_files.read_bytes(folder / _SEAL_FILE))
         digest, files = seal.pop("sha256"), seal["files"]
         computed_digest = hashlib.sha256(json.dumps(seal, sort_keys=True).encode()).hexdigest()
         sizes = {name: _stated_bytes(expected) for name, expected in files.items()}
@@ -135,11 +136,11 @@ def _damage_of_sealed(folder: Path, name: str, expected: Mapping[str, Any]) -> P
     if Path(name).name != name:
         return formats.problem(name, "lies outside of the checkpoint: the seal is not ours")
     try:
-        size = (folder / name).stat().st_size
-        if size != expected["bytes"]:
-            how = "it was cut" if size < expected["bytes"] else "something was added"
-            return formats.problem(name, f"has {size:,} bytes, {expected['bytes']:,} were saved: {how}")
-        with (folder / name).open("rb") as file:
+        with regular_files.open_to_read(folder / name) as file:
+            size = regular_files.size(file)
+            if size != expected["bytes"]:
+                how = "it was cut" if size < expected["bytes"] else "something was added"
+                return formats.problem(name, f"has {size:,} bytes, {expected['bytes']:,} were saved: {how}")
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         return formats.unreadable(name, error)

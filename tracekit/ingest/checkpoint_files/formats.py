@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from tracekit.conventions import regular_files
 from tracekit.ingest import pickle_child, pickles, untrusted_json
 from tracekit.ingest.pickles import PickleError
 
@@ -123,10 +124,10 @@ def check_distributed(folder: Path) -> Part:
     """Return the problems of a distributed checkpoint, by its storage index and the CRC32 of its entries."""
     part = Part("torch.distributed.checkpoint")
     try:
-        size = (folder / METADATA_FILE).stat().st_size
-        if size > _MAX_METADATA_BYTES:
-            raise PickleError(f"has {size:,} bytes, more than this reads")
-        with (folder / METADATA_FILE).open("rb") as file:
+        with regular_files.open_to_read(folder / METADATA_FILE) as file:
+            size = regular_files.size(file)
+            if size > _MAX_METADATA_BYTES:
+                raise PickleError(f"has {size:,} bytes, more than this reads")
             index = _index(json.loads(pickles.read(pickle_child.METADATA, file)[0]))
     except OSError as error:
         return replace(part, problems=(unreadable(METADATA_FILE, error),))
@@ -203,8 +204,8 @@ def check_zip_archives(folder: Path, names: list[str]) -> Part:
     problems, notes, total, checked = [], [], 0, 0
     for name in names:
         try:
-            size = (folder / name).stat().st_size
-            with (folder / name).open("rb") as file:
+            with regular_files.open_to_read(folder / name) as file:
+                size = regular_files.size(file)
                 damage, verified_bytes = zip_damage(file, 0, size)
         except OSError as error:
             problems.append(unreadable(name, error))
@@ -271,14 +272,13 @@ def _shard(folder: Path, file: str, entries: Sequence[_Entry]) -> Part:
     needed = max(entry.offset + entry.length for entry in entries)
     checked = 0
     try:
-        size = (folder / file).stat().st_size
-        if size < needed:
-            lost = sum(entry.offset + entry.length > size for entry in entries)
-            what = (
-                f"has {size:,} bytes, {needed:,} are needed: it was cut, and {lost} of {len(entries)} entries are lost"
-            )
-            return Part("", (problem(file, what),), files=1, total_bytes=size)
-        with (folder / file).open("rb") as data:
+        with regular_files.open_to_read(folder / file) as data:
+            size = regular_files.size(data)
+            if size < needed:
+                lost = sum(entry.offset + entry.length > size for entry in entries)
+                what = f"has {size:,} bytes, {needed:,} are needed: it was cut"
+                what += f", and {lost} of {len(entries)} entries are lost"
+                return Part("", (problem(file, what),), files=1, total_bytes=size)
             for entry in sorted(entries, key=lambda entry: entry.offset):
                 wrong, vouched = zip_damage(data, entry.offset, entry.length)
                 if wrong:
@@ -292,8 +292,8 @@ def _shard(folder: Path, file: str, entries: Sequence[_Entry]) -> Part:
 
 def _tensors(path: Path) -> tuple[int, set[str]]:
     """Return size and tensors of a file. Raises OSError, or _DamagedError if header and size disagree."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    with regular_files.open_to_read(path) as file:
+        size = regular_files.size(file)
         length_bytes = file.read(_LENGTH_BYTES)
         if len(length_bytes) < _LENGTH_BYTES:
             raise _DamagedError(f"has {size} bytes: it was cut in its header")
@@ -327,9 +327,10 @@ def _span(offsets: object) -> tuple[int, int]:
 
 def _against_index(folder: Path, index: str, tensors: Mapping[str, set[str]], damaged: set[str]) -> list[Problem]:
     try:
-        if (folder / index).stat().st_size > _MAX_INDEX_BYTES:
-            return [problem(index, "is larger than any index")]
-        places = untrusted_json.parse((folder / index).read_bytes())["weight_map"].items()
+        with regular_files.open_to_read(folder / index) as opened:
+            if regular_files.size(opened) > _MAX_INDEX_BYTES:
+                return [problem(index, "is larger than any index")]
+            places = untrusted_json.parse(opened.read())["weight_map"].items()
     except OSError as error:
         return [unreadable(index, error)]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -338,8 +339,9 @@ def _against_index(folder: Path, index: str, tensors: Mapping[str, set[str]], da
     for tensor, file in places:
         by_file.setdefault(str(file), []).append(tensor)
     problems = []
+    files = {path.name for path in folder.iterdir()}
     for file, names in sorted(by_file.items()):
-        if not (folder / file).is_file():
+        if file not in files:
             problems.append(problem(file, f"is missing: {index} looks there for {len(names)} tensors"))
         elif file in tensors and (lost := [name for name in names if name not in tensors[file]]):
             problems.append(problem(file, f"lacks {lost[0]} and {len(lost) - 1} more tensors of {index}"))

@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median_low
 from typing import Any
 
+from tracekit.conventions import regular_files
 from tracekit.errors import InputError
 from tracekit.ingest.hang_dumps import flight_recorder
 from tracekit.ingest.hang_dumps.flight_recorder import BadDumpError
@@ -115,7 +116,7 @@ def _files(path: Path) -> list[Path]:
 
 def _read_file(file: Path, many: ManyPickles, dumps: list[RankDump], texts: list[_Stacks]) -> None:
     """Add what a file contains; nothing if it is neither a dump nor stacks. Raises BadDumpError if it is damaged."""
-    with file.open("rb") as opened:
+    with regular_files.open_to_read(file) as opened:
         head = opened.read(64)
     is_pickle = head[:1] == b"\x80"
     is_json = head.lstrip()[:1] in (b"{", b"[")
@@ -126,7 +127,7 @@ def _read_file(file: Path, many: ManyPickles, dumps: list[RankDump], texts: list
         if is_pickle:
             raise BadDumpError(f"has {file.stat().st_size:,} bytes; at most {MAX_BYTES:,} are read")
         return
-    data = file.read_bytes()
+    data = regular_files.read_bytes(file)
     if is_pickle or is_json:
         _read_value(file, data, many, dumps, texts)
     elif threads := parse_text(text := data.decode("utf-8", "replace")):

@@ -103,8 +103,10 @@ def _events(path: str) -> Iterator[_Event | None]:
 def _lines(path: str) -> Iterator[bytes]:
     """Yield the lines of a file; of one that is longer than any event the first part only."""
     rest = b""
-    for block in Blocks(path):
+    blocks = Blocks(path)
+    for block in blocks:
         lines = (rest + block).split(b"\n")
+        blocks.budget.build(len(lines))
         rest = lines.pop()[:_MAX_LINE_BYTES]
         yield from lines
     yield rest

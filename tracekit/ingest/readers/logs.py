@@ -198,7 +198,9 @@ class Manifests(Reader):
 def read_manifest(path: Path) -> Manifest | None:
     """The manifest, for programs that load no run; None if it is no JSON object of at most 4 MiB."""
     try:
-        return Manifest.of(parse_manifest(path.read_bytes())) if path.stat().st_size <= _MAX_MANIFEST_BYTES else None
+        with regular_files.open_to_read(path) as file:
+            is_manifest = regular_files.size(file) <= _MAX_MANIFEST_BYTES
+            return Manifest.of(parse_manifest(file.read())) if is_manifest else None
     except (OSError, ValueError):
         return None
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from tracekit.conventions import object_storage
+from tracekit.conventions import object_storage, regular_files
 from tracekit.errors import BadTraceError, InputError
 from tracekit.ingest import decompression, pickle_child, pickles, remote
 from tracekit.model import schema
@@ -27,8 +27,6 @@ _MEMORY_ACTIONS = (
 _WINDOWS_PATH = r"^(?:[A-Za-z]:)?\\[^/]*$|^[A-Za-z]:\\"
 _COMMON_POOL = (0, 0)
 _MAX_ERROR_LENGTH = 200
-_MAX_RATIO, _MIN_LIMIT_BYTES = 100, 64 << 20
-"""A compressed snapshot may be so many times as large as its file, but need not be smaller than 64 MiB."""
 
 
 def read(path: str | Path, *, cache: bool = True) -> MemorySnapshot:
@@ -50,13 +48,11 @@ def read(path: str | Path, *, cache: bool = True) -> MemorySnapshot:
 
 def _read(copy: Path, path: str) -> MemorySnapshot:
     try:
-        packed_bytes = copy.stat().st_size if decompression.is_compressed(copy) else 0
-        file = copy.open("rb")
+        unpacked = decompression.Unpacked(copy) if decompression.is_compressed(copy) else None
+        file = regular_files.open_to_read(copy)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}; check the path") from None
     with file:
-        most_bytes = max(_MAX_RATIO * packed_bytes, _MIN_LIMIT_BYTES)
-        unpacked = decompression.Unpacked(copy, max_bytes=most_bytes) if packed_bytes else None
         try:
             document, columns = pickles.read(pickle_child.SNAPSHOT, unpacked or file)
             return _snapshot(path, json.loads(document), _Columns(columns))

@@ -42,7 +42,7 @@ def why_not(path: Path) -> str:
     if not is_pickle(path):
         return "not a pickle of protocol 2 or later"
     try:
-        for _ in _pieces(path.read_bytes()):
+        for _ in _pieces(regular_files.read_bytes(path)):
             pass
     except ValueError as error:
         return str(error)
@@ -72,7 +72,7 @@ def write(source: Path, target: Path, hide: Callable[[bytes], bytes]) -> None:
 def _named_texts(path: Path) -> Iterator[tuple[str | None, str | None, bytes]]:
     """Yield texts with the text that stands directly before, as the key of a dict does; else None and instructions."""
     previous = None
-    for text, raw in _pieces(path.read_bytes()):
+    for text, raw in _pieces(regular_files.read_bytes(path)):
         yield (None if text is None else previous), text, raw
         if text is not None:
             previous = text if len(text) <= _LONGEST_NAME else None

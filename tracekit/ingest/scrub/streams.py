@@ -11,6 +11,7 @@ from isal import igzip, isal_zlib
 
 from tracekit.conventions import regular_files
 from tracekit.errors import BadTraceError, InputError
+from tracekit.ingest.budget import Budget
 from tracekit.model import units
 
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -35,7 +36,9 @@ def pieces(path: Path) -> Iterator[bytes]:
     buffer = b""
     try:
         with _open_stream(path) as file:
+            budget = Budget.of_file(str(path), path.stat().st_size)
             while block := file.read(_PIECE_BYTES):
+                budget.unpack(len(block))
                 buffer += block
                 end = _safe_end(buffer)
                 if end:
@@ -66,7 +69,9 @@ def write(path: Path, text: Iterator[bytes], *, compressed: bool) -> None:
 
 
 def _open_stream(path: Path) -> IO[bytes]:
-    return cast("IO[bytes]", igzip.open(path, "rb")) if is_gzip(path) else path.open("rb")
+    file = regular_files.open_to_read(path)
+    is_packed = file.peek(2)[:2] == _GZIP_MAGIC
+    return cast("IO[bytes]", igzip.IGzipFile(fileobj=file)) if is_packed else file
 
 
 def _safe_end(text: bytes) -> int:

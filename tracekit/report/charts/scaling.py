@@ -85,12 +85,15 @@ def _add_throughput(figure: go.Figure, compared: ScalingComparison) -> None:
         name="throughput",
         mode="lines+markers+text",
         text=[units.share(efficiency) for _, efficiency in rows],
-        textposition="bottom center",
+        textposition="bottom right",  # below both lines, which rise
         line={"color": style.COLOURS["compute"]},
         customdata=[[escaping.escape(run.name)] for run, _ in rows],
         hovertemplate=f"%{{customdata[0]}}: %{{y:,.4s}} {what}, efficiency %{{text}}<extra></extra>",
         row=1,
         col=2,
     )
-    figure.update_xaxes(title=f"{report.device_noun(compared)}s", tickvals=sorted(set(gpus)), row=1, col=2)
-    figure.update_yaxes(title=what, rangemode="tozero", row=1, col=2)
+    span = max(gpus) - min(gpus) or 1
+    shown = [min(gpus) - 0.08 * span, max(gpus) + 0.25 * span]  # with room for the last label
+    noun = report.device_noun(compared)
+    figure.update_xaxes(title=f"{noun}s", tickvals=sorted(set(gpus)), range=shown, row=1, col=2)
+    figure.update_yaxes(title=what, rangemode="tozero", tickformat="~s", row=1, col=2)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import polars as pl
 
 from tracekit.analysis.host import call_trees
+from tracekit.conventions import regular_files
 from tracekit.ingest.file_states import MAX_FILES, walk_visible
 from tracekit.model.manifest import Manifest
 from tracekit.model.run import Run
@@ -191,7 +192,7 @@ def _lines(path: Path) -> tuple[str, ...]:
     try:
         if path.stat().st_size > _MAX_SOURCE_BYTES:
             return ()
-        return tuple(path.read_text(encoding="utf-8", errors="replace").splitlines())
+        return tuple(regular_files.read_text(path, errors="replace").splitlines())
     except OSError:
         return ()
 

@@ -54,6 +54,7 @@ class Scan:
         self.damage.header = not is_complete
         has_events = False
         for batch in self._batches(buffer, unread, blocks):
+            blocks.budget.build(len(batch))
             has_events = has_events or bool(batch)
             yield batch
         if not has_events and (self.damage.truncated or self.damage.lost_bytes):
@@ -109,16 +110,13 @@ class Scan:
     def _decode(self, *parts: bytes | memoryview) -> list[Event] | None:
         """Return the events in the concatenated `parts`; None if they must be read one by one."""
         self._batch = b"".join((b"[", *parts, b"]"))
-        decoded = (
-            None if self._need_comma else events.decode(self._batch, exact=self.exact, with_flows=self._with_flows)
-        )
-        if decoded is None:
+        if self._need_comma:
+            return None
+        if not self._batch.isascii():  # the decoder does not see a stray byte in a key, whose value is lost then
             replaced = self._batch.decode("utf-8", "replace").encode()
-            if replaced != self._batch and not self._need_comma:
-                self.damage.stray_bytes = True
-                self._batch = replaced
-                decoded = events.decode(replaced, exact=self.exact, with_flows=self._with_flows)
-        return decoded
+            self.damage.stray_bytes |= replaced != self._batch
+            self._batch = replaced
+        return events.decode(self._batch, exact=self.exact, with_flows=self._with_flows)
 
     def _one_by_one(self, buffer: bytes, *, last: bool) -> tuple[list[Event], bytes]:
         """Return the events at the start of `buffer`, and the rest: what follows the array if `_closed` is set."""

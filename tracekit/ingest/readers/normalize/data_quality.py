@@ -51,7 +51,7 @@ def _damage(events: Events) -> Iterator[Row]:
     if damage.header:
         yield "damaged_header", "The header (rank, clock, devices) is only partly readable.", 0.0
     if damage.stray_bytes:
-        yield "stray_bytes", "Some names contain bytes that are not UTF-8; each was replaced.", 0.0
+        yield "stray_bytes", "Some names or keys contain bytes that are not UTF-8; each was replaced.", 0.0
 
 
 def _content(events: Events, steps: Steps) -> Iterator[Row]:

@@ -5,11 +5,14 @@ PyTorch, HTA, Megatron and Nsight Systems pass without a single event: values th
 """
 
 import bisect
+import functools
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import polars as pl
 
+from tracekit.ingest.readers.normalize import name_patterns
 from tracekit.ingest.readers.normalize.event_categories import HOST_KINDS
 from tracekit.ingest.readers.normalize.host_slices import Host, first_of
 from tracekit.model import nesting
@@ -36,13 +39,24 @@ _MOST_LONG_RATIO = 0.25
 """Share of a stream's activities that contain others from which on the stream runs several at once."""
 _MOST_AT_ONCE = 10
 """Activities that a stream runs at once in the mean: one in recordings, a few where a tool has merged streams."""
-_MOST_NESTED = {"runtime": _MOST_AT_ONCE, "cpu_op": 50, "annotation": 50}
-"""Slices of a kind that a thread is in at once in the mean: 1.0, 6.7 and 10.7 at most in recordings."""
+_LEAST_CROSSINGS = 3
+"""Pairs of slices of a thread of which the later one ends last, by which durations of a kind are wrong: operators have
+none in recordings."""
+_LEAST_OVERLAP_NS = 10_000
+"""Times may be rounded to whole µs."""
+_DEEP_RATIO = 0.1
+"""Share of the shorter one of two annotations from which on they cross: one ends up to 100 µs after the next begins."""
+_CROSSING_RATIOS = {"cpu_op": 0.02, "annotation": 0.2}
+"""Share of the overlapping slices of a kind on a thread that may cross: programs close spans in any order."""
 _LONGEST_NS = 86_400 * 10**9
 """No slice takes a day and a thousand times the rest of its recording."""
 _LONGEST_SPANS = 1000
 _MOST_CROSSING_RATIO = 0.1
 """Slices of threads nest; of slices with scaled or random times a third do not."""
+_FOREIGN_CHILDREN, _FOREIGN_RATIO = 3, 0.1
+"""Distinct operators within another one that few of its calls contain, and that stand next to such calls elsewhere."""
+_WORK = len(HOST_KINDS)
+"""Number of a kind for all of the device's activities."""
 _KIND = {kind: index for index, kind in enumerate(HOST_KINDS)}
 
 
@@ -102,7 +116,7 @@ def without_odd_values(slices: Slices, names: pl.Series, odd: OddValues) -> Slic
     slices = _without_repeated(slices, odd)
     slices = _without_distant(slices, odd)
     slices = _without_absurd(slices, names, odd)
-    slices = _without_crowded_calls(slices, names, odd)
+    slices = _without_crossing_calls(slices, names, odd)
     slices = _in_launch_order(slices, odd)
     return _without_overlong_work(slices, names, odd)
 
@@ -179,24 +193,51 @@ def _without_distant(slices: Slices, odd: OddValues) -> Slices:
     if clusters is None:
         return slices
     cluster, counts, begins, ends = clusters
+
+    def part(which: int) -> Slices:
+        return slices.without(cluster[:hosts] != which, cluster[hosts:] != which)
+
     launched_with = _launches_by_cluster(slices, cluster, len(counts))
-    core = int(np.argmax(launched_with if launched_with.any() else counts))
+    by_size = np.argsort(-(launched_with if launched_with.any() else counts), kind="stable").tolist()
+    core = next((which for which in by_size if launched_with.any() or _is_window(part(which))), by_size[0])
     least_ns = max(_LEAST_DISTANCE_NS, _FAR_SPANS * int(ends[core] - begins[core]))
     is_far = np.maximum(begins[core] - ends, begins - ends[core]) > least_ns
-    for which in np.flatnonzero(is_far & (counts >= _FEW_RATIO * len(start))):
-        others = cluster != which
-        part = slices.without(others[:hosts], others[hosts:])
+    for which in np.flatnonzero(is_far & (counts >= _FEW_RATIO * len(start))).tolist():
+        rows = part(which)
         lacks_work = any(
-            not whole.is_empty() and rows.is_empty()
-            for whole, rows in ((slices.device, part.device), (_operators(slices), _operators(part)))
+            not whole.is_empty() and of_part.is_empty()
+            for whole, of_part in ((slices.device, rows.device), (_operators(slices), _operators(rows)))
         )
-        is_far[which] = lacks_work or not _is_window(part)
+        is_far[which] = lacks_work or not _is_window(rows)
+    is_far |= _is_apart(slices, cluster, core)
     far = is_far[cluster]
-    # Work at the time of its calls says which times are right, even if other events are more.
-    if far.sum() >= _MOST_RATIO * len(start) and (not launched_with.any() or far[hosts:].any()):
+    # Work at the time of its calls, or slices that nest, say which times are right, even if other events are more.
+    is_decided = not far[hosts:].any() if launched_with.any() else core != by_size[0]
+    if far.sum() >= _MOST_RATIO * len(start) and not is_decided:
         return slices
     odd.distant += int(far.sum())
     return slices.without(far[:hosts], far[hosts:])
+
+
+def _is_apart(slices: Slices, cluster: Ints, core: int) -> Flags:
+    """Flag clusters of kinds of which the core has none, or of calls whose work is in the core: they belong into it."""
+    kind = np.concatenate([slices.host["kind"].to_numpy(), np.full(slices.device.height, _WORK)])
+    counts = np.zeros((int(cluster.max()) + 1, _WORK + 1), np.int64)
+    np.add.at(counts, (cluster, kind), 1)
+    is_whole = ((counts == 0) | (counts == counts.sum(axis=0))).all(axis=1)
+    is_apart = is_whole & ~((counts > 0) & (counts[core] > 0)).any(axis=1)
+    calls, hosts = np.flatnonzero(slices.host["kind"].to_numpy() == _KIND["runtime"]), slices.host.height
+    number = slices.host["correlation"].to_numpy()[calls]
+    work = first_of(slices.device["correlation"].to_numpy(), number)
+    launching = work >= 0
+    in_core = cluster[hosts:][work[launching]] == core
+    launches, launches_into_core = (
+        np.bincount(cluster[calls[launching]], weights, len(counts)) for weights in (None, in_core)
+    )
+    is_only_calls = counts[:, _KIND["runtime"]] == counts.sum(axis=1)
+    is_apart |= is_only_calls & (launches > 0) & (launches_into_core == launches)
+    is_apart[core] = False
+    return np.asarray(is_apart & (counts.sum(axis=1) >= _LEAST_CROSSINGS))
 
 
 def _launches_by_cluster(slices: Slices, cluster: Ints, cluster_count: int) -> Ints:
@@ -257,12 +298,8 @@ def _is_window(slices: Slices) -> bool:
         return False
     if host.height < 2:
         return not len(launched)
-    lane, start = host["lane"].to_numpy(), host["start_ns"].to_numpy()
-    end = start + host["dur_ns"].to_numpy()
-    order = nesting.order(lane.astype(np.int64), start, end)
-    lane, start, end = lane[order], start[order], end[order]
-    crosses = (lane[1:] == lane[:-1]) & (start[1:] < end[:-1]) & (end[1:] > end[:-1])
-    return bool(crosses.mean() < _MOST_CROSSING_RATIO)
+    lane, start, dur = (host[name].to_numpy().astype(np.int64) for name in ("lane", "start_ns", "dur_ns"))
+    return bool(_crossings(lane, start, dur, _DEEP_RATIO, 0)[1].sum() < _MOST_CROSSING_RATIO * host.height)
 
 
 def _in_launch_order(slices: Slices, odd: OddValues) -> Slices:
@@ -380,19 +417,39 @@ def _without_overlong_work(slices: Slices, names: pl.Series, odd: OddValues) -> 
     return _without_overlong(slices, np.zeros(slices.host.height, bool), flags, names, odd)
 
 
-def _without_crowded_calls(slices: Slices, names: pl.Series, odd: OddValues) -> Slices:
-    """Leave out the slices of a kind on threads that would be in more of them at once than nest."""
-    columns = slices.host.select(pl.col("lane", "start_ns", "dur_ns", "kind").cast(pl.Int64))
-    lane, start, dur, kind = (columns[name].to_numpy() for name in columns.columns)
+def _without_crossing_calls(slices: Slices, names: pl.Series, odd: OddValues) -> Slices:
+    """Leave out all slices of a kind if most are on threads where they cross rather than nest.
+
+    Calls of the runtime have a clock of their own in recordings of 2021: only those of which ten run at once are wrong.
+    """
+    columns = slices.host.select(pl.col("lane", "start_ns", "dur_ns", "kind", "name").cast(pl.Int64))
+    lane, start, dur, kind, name = (columns[column].to_numpy() for column in columns.columns)
     flags = np.zeros(len(kind), bool)
-    for name, most in _MOST_NESTED.items():
-        rows = np.flatnonzero(kind == _KIND[name])
-        flags[rows] = _is_crowded(lane[rows], start[rows], dur[rows], most) & _cross(lane[rows], start[rows], dur[rows])
+    calls = np.flatnonzero(kind == _KIND["runtime"])
+    flags[calls] = _is_crowded(lane[calls], start[calls], dur[calls])
+    for kind_name, most_ratio in _CROSSING_RATIOS.items():
+        rows = np.flatnonzero(kind == _KIND[kind_name])
+        deep_ratio = _DEEP_RATIO if kind_name == "annotation" else 0.0
+        if _crossings(lane[rows], start[rows], dur[rows], deep_ratio)[1].sum() < _LEAST_CROSSINGS:
+            continue
+        rows = rows[~name_patterns.host_names(names).runs_collective[name[rows]]]
+        lane_of, start_of, dur_of = lane[rows], start[rows], dur[rows]
+        order, crosses, overlaps = _crossings(lane_of, start_of, dur_of, deep_ratio)
+        around = order[:-1]
+        lanes = int(lane_of.max(initial=0)) + 1
+        crossing, overlapping = (np.bincount(lane_of[around[pairs]], minlength=lanes) for pairs in (crosses, overlaps))
+        least = np.full(lanes, np.iinfo(np.int64).max)
+        np.minimum.at(least, lane_of[around[crosses]], dur_of[around[crosses]])
+        is_wrong = (crossing >= _LEAST_CROSSINGS) & (crossing > most_ratio * overlapping)
+        is_long = is_wrong[lane_of] & (dur_of >= least[lane_of])
+        # Single ones are found by other calls of their name. The rest may be on other threads, or collectives.
+        if is_long.mean() >= _MOST_RATIO:
+            flags |= (kind == _KIND[kind_name]) & (dur >= dur_of[is_long].min())
     return _without_overlong(slices, flags, np.zeros(slices.device.height, bool), names, odd)
 
 
-def _is_crowded(lane: Ints, start: Ints, dur: Ints, most: int = _MOST_AT_ONCE) -> Flags:
-    """Flag the rows of lanes on which more than `most` run at once in the mean: those as long as any that swallow."""
+def _is_crowded(lane: Ints, start: Ints, dur: Ints) -> Flags:
+    """Flag the rows of lanes on which more than ten run at once in the mean: those as long as any that swallow."""
     if not len(lane):
         return np.zeros(0, bool)
     first, last = np.full(lane.max() + 1, start.max()), np.full(lane.max() + 1, start.min())
@@ -403,21 +460,22 @@ def _is_crowded(lane: Ints, start: Ints, dur: Ints, most: int = _MOST_AT_ONCE) -
     swallows = _swallows(lane[order], start[order], dur[order])
     least = np.full(lane.max() + 1, np.iinfo(np.int64).max)
     np.minimum.at(least, lane[order[swallows]], dur[order[swallows]])
-    return np.asarray((at_once > most)[lane] & (dur >= least[lane]))
+    return np.asarray((at_once > _MOST_AT_ONCE)[lane] & (dur >= least[lane]))
 
 
-def _cross(lane: Ints, start: Ints, dur: Ints) -> Flags:
-    """Flag the rows of lanes on which slices end after the one in which they start, rather than nest, more than half.
+def _crossings(
+    lane: Ints, start: Ints, dur: Ints, deep_ratio: float, least_ns: int = _LEAST_OVERLAP_NS
+) -> tuple[Ints, Flags, Flags]:
+    """Order by lane and start; for each slice but the last whether the next ends after it, and whether both overlap.
 
-    Calls may nest by the hundred in a deep recursion.
+    Those that cross overlap by more than `deep_ratio` of the shorter one's duration.
     """
-    order = np.lexsort((-dur, start, lane))
-    lane_of, start_of, end_of = lane[order], start[order], (start + dur)[order]
-    overlaps = (lane_of[1:] == lane_of[:-1]) & (start_of[1:] < end_of[:-1])
-    crosses = overlaps & (end_of[1:] > end_of[:-1])
-    lanes = int(lane.max()) + 1 if len(lane) else 0
-    crossing, overlapping = (np.bincount(lane_of[1:][pairs], minlength=lanes) for pairs in (crosses, overlaps))
-    return np.asarray((2 * crossing > overlapping)[lane]) if lanes else np.zeros(0, bool)
+    order = nesting.order(lane, start, start + dur)
+    lane_of, start_of, dur_of = lane[order], start[order], dur[order]
+    end_of = start_of + dur_of
+    overlap_ns = np.where(lane_of[1:] == lane_of[:-1], end_of[:-1] - start_of[1:], 0)
+    crosses = (overlap_ns > deep_ratio * np.minimum(dur_of[1:], dur_of[:-1])) & (end_of[1:] > end_of[:-1])
+    return order, crosses & (overlap_ns > least_ns), overlap_ns > 0
 
 
 def _swallows(lane: Ints, start: Ints, dur: Ints) -> Flags:
@@ -432,16 +490,18 @@ def _swallows(lane: Ints, start: Ints, dur: Ints) -> Flags:
 def overlong_calls(host: Host, work_end_ns: int) -> Flags:
     """Flag host slices whose duration contradicts others, and is ten times that of the same call elsewhere.
 
-    They end after the slice in which they began, and contain what follows on the thread: slices of a thread nest. Or
-    they contain all that follows on the thread, and end long after all others and the device's work (`work_end_ns`).
+    They end after the slice in which they began, and contain what follows on the thread: slices of a thread nest. They
+    contain operators that stand next to such a call elsewhere, and in no other one. Or they contain all that follows on
+    the thread, and end long after all others and the device's work (`work_end_ns`).
     """
     flags = np.zeros(len(host.row), bool)
-    late = _leaving(host)
+    times = _times_as_long(host)
+    late, crossing = _leaving(host), _worse_of_crossing(host, times)
     lasting = np.flatnonzero(host.end_ns > host.start_ns.max()) if len(flags) else late
     # The profiler closes what is open when it stops, such as an annotation around the hook that stops it.
-    late = np.setdiff1d(late, lasting)
+    late = np.union1d(np.setdiff1d(late, lasting), _swallowing_operators(host, times))
     lasting = lasting[~host.is_kind("annotation")[lasting]]
-    candidates = np.union1d(late, lasting)
+    candidates = functools.reduce(np.union1d, (late, lasting, crossing))
     if not len(candidates):
         return flags
     usual = ~flags
@@ -455,7 +515,9 @@ def overlong_calls(host: Host, work_end_ns: int) -> Flags:
     contains = lane_end - lasting > _LEAST_SWALLOWED
     lasting = lasting[contains & (host.end_ns[lasting] - end_ns > longest_ns[lasting])]
     flags[np.union1d(late, lasting)] = True
-    return flags & is_long
+    flags &= is_long
+    flags[crossing] = True
+    return flags
 
 
 def _leaving(host: Host) -> Ints:
@@ -479,6 +541,55 @@ def _leaving(host: Host) -> Ints:
     inside = np.minimum(following, len(host.row) - 1)
     contains = (following < len(host.row)) & (host.lane[inside] == host.lane[late])
     return np.unique(late[contains & (host.start_ns[inside] < host.end_ns[late])])
+
+
+def _times_as_long(host: Host) -> npt.NDArray[np.float64]:
+    """Duration of each slice as a multiple of the median of its name."""
+    frame = pl.DataFrame({"name": host.name_id, "dur_ns": host.end_ns - host.start_ns})
+    usual_ns = pl.col("dur_ns").median().over("name").clip(lower_bound=1)
+    return frame.select(pl.col("dur_ns") / usual_ns).to_series().to_numpy()
+
+
+def _worse_of_crossing(host: Host, times: npt.NDArray[np.float64]) -> Ints:
+    """Of operators that cross each other or annotations, the slices that last more `times` as long as usual.
+
+    One of two that cross has a wrong time; the calls of one operator may differ by more than ten times.
+    """
+    late, around = host.crossings
+    is_op = host.is_kind("cpu_op")
+    nests = (is_op | host.is_kind("annotation")) & ~host.names.runs_collective[host.name_id]
+    is_certain = nests[late] & nests[around] & (is_op[late] | is_op[around])
+    late, around = late[is_certain], around[is_certain]
+    worse = np.where(times[late] >= times[around], late, around)
+    return np.unique(worse[times[worse] > _LONG_TIMES])
+
+
+def _swallowing_operators(host: Host, times: npt.NDArray[np.float64]) -> Ints:
+    """Long operators with several distinct ones in them that hardly any other call of theirs contains: these follow it.
+
+    What an operator calls, it calls again; a duration that is too long contains what follows the call.
+    """
+    is_op = host.is_kind("cpu_op")
+    is_long = is_op & (times > _LONG_TIMES)
+    has_long = np.bincount(host.name_id, is_long) > 0
+    inner = np.flatnonzero(is_op & (host.parent >= 0))
+    inner = inner[is_op[host.parent[inner]]]
+    inner = inner[has_long[host.name_id[host.parent[inner]]]]
+    outer = host.parent[inner]
+    if not is_long[outer].any():
+        return np.empty(0, np.int64)
+    # Names of parents begin with 1; 0 stands for none.
+    name_count = len(host.names.name) + 1
+    parent_name = np.where(host.parent >= 0, host.name_id[host.parent] + 1, 0)
+    pair = host.name_id * name_count + parent_name
+    as_sibling = host.name_id[inner] * name_count + parent_name[outer]
+    _, number = np.unique(pair[inner], return_inverse=True)
+    calls, first = np.unique(number * len(host.row) + outer, return_index=True)
+    call_count = np.bincount(calls // len(host.row))[number]
+    most = np.maximum(_FOREIGN_RATIO * np.bincount(host.name_id)[host.name_id[outer]], 1)
+    is_foreign = (call_count <= most) & np.isin(as_sibling, pair) & is_long[outer]
+    operators, foreign_count = np.unique(outer[first[is_foreign[first]]], return_counts=True)
+    return operators[foreign_count >= _FOREIGN_CHILDREN]
 
 
 def without_calls(slices: pl.DataFrame, host: Host, flags: Flags, odd: OddValues) -> pl.DataFrame:

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
+from tracekit.conventions import regular_files
 from tracekit.errors import BadTraceError
-from tracekit.ingest import archives
 from tracekit.ingest.decompression import Blocks
 from tracekit.ingest.readers.normalize.numbers import MISSING, Ints
 
@@ -27,7 +27,6 @@ _BATCH = 1 << 15
 _LEAST_ROW_BYTES = 4
 """A row takes more bytes of a file: more rows than that come from pages that refer to each other in circles."""
 _MOST_TEXT_BYTES = 16 << 20
-_MOST_BYTES = 1 << 30
 _MOST_STEPS = 200
 """Instructions of SQLite's virtual machine for each byte of the file, beyond any scan of its tables."""
 _EVERY = 1 << 20
@@ -257,16 +256,12 @@ def _plain(path: str) -> Iterator[Path]:
     blocks = Blocks(path)
     content = iter(blocks)
     first = next(content, b"")
-    with Path(path).open("rb") as file:
+    with regular_files.open_to_read(path) as file:
         if file.read(len(MAGIC)) == MAGIC:
             yield Path(path)
             return
-    limit = max(archives.MAX_RATIO * Path(path).stat().st_size, _MOST_BYTES)
     with tempfile.NamedTemporaryFile(prefix="tracekit-", suffix=".sqlite") as copy:
         for block in chain([first], content):
-            limit -= len(block)
-            if limit < 0:
-                raise BadTraceError(f"{path}: expands too far; unpack it first")
             copy.write(block)
         copy.flush()
         if blocks.broken:

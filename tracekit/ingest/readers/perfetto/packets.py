@@ -9,13 +9,12 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 
 from tracekit.conventions import perfetto as F  # noqa: N812  (field numbers, constants all)
 from tracekit.errors import BadTraceError
-from tracekit.ingest import archives
+from tracekit.ingest.budget import Budget
 from tracekit.ingest.decompression import Blocks
 from tracekit.ingest.readers.perfetto import wire
 from tracekit.ingest.readers.perfetto.wire import LENGTH, PADDING, Flags, Ints
@@ -28,10 +27,6 @@ _MOST_UNIT = 10**9
 
 MAX_BYTES = 2 << 30
 """Decompressed size of a file, or of the part of it that holds a trace."""
-# The least number of packets and bytes that any file may unpack to, and the most packets for each byte on disk: a trace
-# of empty packets has 500.
-_MIN_PACKETS, _MIN_BYTES = 2_000_000, 64 << 20
-_MAX_PACKETS_PER_BYTE = 4
 _CHUNK = 1 << 20  # packets decoded at a time
 # The first fields of TracePacket: files of other formats in protobuf have other wire types there.
 _LENGTH_FIELDS = (1, 2, 4, 5, 6, 7, 9, 11, 12)
@@ -102,26 +97,16 @@ def read(path: str, part: tuple[int, int] | None = None) -> Packets:
 
     Raises BadTraceError if the file cannot be read, is too large, or has no packet.
     """
-    try:
-        return _read(path, part)
-    except wire.TooManyError:
-        raise BadTraceError(
-            f"{path}: unpacks to far more packets than a trace of this size has; it may have been made to fill the "
-            "memory: record it again"
-        ) from None
-
-
-def _read(path: str, part: tuple[int, int] | None) -> Packets:
-    most_packets, most_bytes = _limits(path)
-    data, broken = _content(path, part, most_bytes)
+    blocks = Blocks(path)
+    data = _content(blocks, part)
     total = len(data) - PADDING
-    starts, ends, intact = wire.split(data, F.PACKET, total, limit=most_packets)
+    starts, ends, intact = wire.split(data, F.PACKET, total, budget=blocks.budget)
     if not len(starts):
         raise BadTraceError(f"{path}: no packet of this Perfetto trace can be read; record it again")
     column = _columns(data, starts, ends)
     was_packed = bool(column["packed_end"].any() or column["zstd_end"].any())
     if was_packed:
-        data, starts, ends = _unpack(data, starts, ends, column, most_packets=most_packets, most_bytes=most_bytes)
+        data, starts, ends = _unpack(data, starts, ends, column, budget=blocks.budget)
         column = _columns(data, starts, ends)
     generation, void = _generations(column["sequence"], column["flags"], column["cleared"])
     at_ns = on_main_clock(
@@ -149,13 +134,12 @@ def _read(path: str, part: tuple[int, int] | None) -> Packets:
         damaged=int(column["damaged"].sum()),
         read_bytes=intact,
         total_bytes=total,
-        broken=broken,
+        broken=blocks.broken,
         was_packed=was_packed,
     )
 
 
-def _content(path: str, part: tuple[int, int] | None, most_bytes: int) -> tuple[bytes, str | None]:
-    blocks = Blocks(path)
+def _content(blocks: Blocks, part: tuple[int, int] | None) -> bytes:
     first, size = part or (0, MAX_BYTES + 1)
     contents, seen = [], 0
     for block in blocks:
@@ -164,28 +148,22 @@ def _content(path: str, part: tuple[int, int] | None, most_bytes: int) -> tuple[
         if inside:
             contents.append(inside)
         if seen - first > MAX_BYTES and part is None:
-            raise BadTraceError(f"{path}: more than {MAX_BYTES >> 30} GiB (decompressed); export fewer ranks: --ranks")
-        if seen - first > most_bytes and part is None:
-            raise wire.TooManyError
+            raise BadTraceError(
+                f"{blocks.path}: more than {MAX_BYTES >> 30} GiB (decompressed); export fewer ranks: --ranks"
+            )
         if seen >= first + size:
             break
-    return b"".join((*contents, bytes(PADDING))), blocks.broken
-
-
-def _limits(path: str) -> tuple[int, int]:
-    """Most packets and most bytes that a file may unpack to, by its size: real ones have a byte a packet and more."""
-    size = Path(path).stat().st_size if Path(path).is_file() else MAX_BYTES
-    return max(_MIN_PACKETS, _MAX_PACKETS_PER_BYTE * size), min(max(_MIN_BYTES, archives.MAX_RATIO * size), MAX_BYTES)
+    return b"".join((*contents, bytes(PADDING)))
 
 
 def _unpack(
-    data: bytes, starts: Ints, ends: Ints, column: Mapping[str, Ints], *, most_packets: int, most_bytes: int
+    data: bytes, starts: Ints, ends: Ints, column: Mapping[str, Ints], *, budget: Budget
 ) -> tuple[bytes, Ints, Ints]:
     """Return the packets with those that were compressed in a packet (zlib or zstd), in its place."""
-    parts, total = [], 0
+    parts = []
     spans = (starts, ends, *(column[name] for name in ("packed", "packed_end", "zstd", "zstd_end")))
     for start, end, begin, past, zstd_begin, zstd_past in zip(*(edges.tolist() for edges in spans), strict=True):
-        limit = max(most_bytes - total, 1)
+        limit = budget.bytes_left + 1
         try:
             if past:
                 piece = zlib.decompressobj().decompress(data[begin:past], limit)
@@ -200,12 +178,10 @@ def _unpack(
                 piece = bytes((F.PACKET << 3 | LENGTH, *length, size)) + packet
         except (zlib.error, OSError):
             continue
+        budget.unpack(len(piece))
         parts.append(piece)
-        total += len(piece)
-        if total > most_bytes:
-            break
     joined = b"".join((*parts, bytes(PADDING)))
-    return joined, *wire.split(joined, F.PACKET, len(joined) - PADDING, limit=most_packets)[:2]
+    return joined, *wire.split(joined, F.PACKET, len(joined) - PADDING, budget=budget)[:2]
 
 
 def _unzstd(packed: bytes, limit: int) -> bytes:

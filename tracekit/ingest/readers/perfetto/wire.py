@@ -11,6 +11,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from tracekit.ingest.budget import Budget
+
 Ints: TypeAlias = npt.NDArray[np.int64]
 Flags: TypeAlias = npt.NDArray[np.bool_]
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -59,21 +61,20 @@ class Fields:
         return begin, end
 
 
-class TooManyError(ValueError):
-    """A message has more parts than its file can honestly hold."""
-
-
-def split(data: bytes, number: int, end: int, begin: int = 0, *, limit: int = sys.maxsize) -> tuple[Ints, Ints, int]:
+def split(
+    data: bytes, number: int, end: int, begin: int = 0, *, budget: Budget | None = None
+) -> tuple[Ints, Ints, int]:
     """Begin and end of each message in the field `number` of one long message, and how far it is intact.
 
     `data` holds PADDING bytes after `end`. Reading stops at the first byte that fits no field.
-    Raises TooManyError for more than `limit` messages.
+    Raises OverBudgetError for more messages than the budget allows.
     """
     tag = number << 3 | LENGTH
     starts: list[int] = []
     ends: list[int] = []
     pos = begin
-    while pos < end:
+    most = sys.maxsize if budget is None else budget.objects_left
+    while pos < end and len(starts) <= most:
         is_wanted = data[pos] == tag and tag < 0x80
         if is_wanted and data[pos + 1] < 0x80:
             content = pos + 2
@@ -91,9 +92,9 @@ def split(data: bytes, number: int, end: int, begin: int = 0, *, limit: int = sy
         if is_wanted:
             starts.append(content)
             ends.append(past)
-            if len(starts) > limit:
-                raise TooManyError
         pos = past
+    if budget is not None:
+        budget.build(len(starts))
     return np.array(starts, np.int64), np.array(ends, np.int64), pos
 
 

@@ -19,6 +19,9 @@ PAUSE_NS = 200_000
 """On a CPU run, where the host computes, shorter pauses between ops belong to the ops: of a healthy eager training on a
 quiet host, such pauses that recur take 1 ms of each step, whatever its size."""
 
+LOOP_PAUSE_NS = 50_000
+"""Pauses before ops of one name are those of one loop: where one of a step is long, its others count from here on."""
+
 USUAL_QUANTILE = 0.25
 """A pause of which three of four steps have as much is one of every step; more in every second step belongs to rules on
 what recurs."""
@@ -240,7 +243,9 @@ def _recurring(graph: Graph, python_ns: Ints) -> Ints:
     )
     nth = pl.int_range(pl.len()).over("rank", "step", "phase", "kind", "name").alias("nth")
     rows = graph.frame.select("at", "rank", "step", *place[1:4], nth, pause_ns=pl.Series(python_ns))
-    long = rows.filter(pl.col("step").is_not_null(), pl.col("pause_ns") >= PAUSE_NS).join(steps, on="rank")
+    longest_ns = pl.col("pause_ns").max().over("rank", "step", "phase", "kind", "name")
+    is_long = (longest_ns >= PAUSE_NS) & (pl.col("pause_ns") >= LOOP_PAUSE_NS)
+    long = rows.filter(pl.col("step").is_not_null(), is_long).join(steps, on="rank")
     is_longer = pl.col("pause_ns") * pl.col("steps") >= MAJORITY_PAUSE_RATIO * pl.col("all_ns")
     in_most = (pl.col("step").filter(is_longer).n_unique().over(place) * 2 > pl.col("steps")) & is_longer
     seen = long.with_columns(pl.col("step").n_unique().over(place).alias("seen"), in_most.alias("in_most"))
