@@ -26,7 +26,7 @@ from tracekit.model.run import Run
 from tracekit.model.source import Source
 from tracekit.model.trace import Trace
 
-DELAY_S = 0.5
+DELAY_S = 1.5  # longer than a busy machine pauses a rank
 SLOW_RANK = 1
 Log = dict[str, dict[str, Any]]
 

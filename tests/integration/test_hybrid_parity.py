@@ -89,7 +89,6 @@ WRONG = Hybrid(**SEQUENCE, strategy="fsdp2", divisor_error=1.0001)
 # Every day: each axis and each way of it once, and each strategy with an axis that divides its weights.
 EVERYDAY: dict[int, set[str]] = {
     2: {
-        "tp, sequence and loss",
         "tp, loss, tied",
         "tp, sequence, recomputed reentrantly",
         "tp, dropout",
@@ -99,13 +98,10 @@ EVERYDAY: dict[int, set[str]] = {
         "ep, capacity",
     },
     4: {
-        "tp x ddp",
         "cp, ring of four x ddp",
-        "ep, capacity x ddp",
         "tp, sequence and loss x zero1",
         "ep x tp x fsdp2",
         "cp x fsdp2",
-        "tp, sequence and loss x yafsdp",
         "tp x cp x yafsdp",
         "tp, from meta x yafsdp",
         "tp, offloaded x yafsdp",

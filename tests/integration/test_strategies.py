@@ -27,7 +27,7 @@ BF16_TOLERANCE_LATER = 1e-3
 STEPS = {(3, "adamw"): 16, (3, "sgd"): 11}  # batches come again every 5 steps, so the last may be the first
 REFERENCE = "ddp"
 CURVES = [(size, name, optimizer) for name in STRATEGIES if name != REFERENCE for size, optimizer in STEPS]
-# test_trainers_optimizers.py has AdamW under two more strategies.
+# test_trainers_optimizers.py has AdamW under FSDP2, test_hybrid_checkpoints.py under ZeRO-1.
 EVERYDAY_CURVES = [curve for curve in CURVES if curve[2] == "sgd" or curve[1] == "yafsdp"]
 # FSDP1 is left out: its clipping raises in fp64.
 CLIPPED = ("zero1", "fsdp2", "yafsdp")

@@ -562,6 +562,26 @@ def fp16_sums() -> float:
     return float((model.weight.grad - 40_000).abs().max())  # type: ignore[operator, union-attr]
 
 
+def sums_of_many_micro_batches() -> float:
+    """Gradients of bf16 weights that are reduced in fp32 add up there; return the difference of the rounded sum."""
+    torch.manual_seed(0)
+    whole = nn.Linear(WIDTH, WIDTH).bfloat16()
+    reference = nn.Linear(WIDTH, WIDTH).bfloat16()
+    reference.load_state_dict(whole.state_dict())
+    model = fully_shard(whole, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+    ranks, expected = range(dist.get_world_size()), torch.zeros(WIDTH, WIDTH)
+    for micro_batch in range(16):
+        model(batch(0, micro_batch, dist.get_rank()).bfloat16()).square().mean().backward()
+        total = torch.zeros(WIDTH, WIDTH)
+        for rank in ranks:
+            reference.zero_grad()
+            reference(batch(0, micro_batch, rank).bfloat16()).square().mean().backward()
+            total += reference.weight.grad.float()  # type: ignore[union-attr]
+        expected += total / len(ranks)
+    gradient: Any = model.weight.grad
+    return relative(gradient.full_tensor().float(), expected.bfloat16().float())
+
+
 def reductions_of_frozen_layers() -> float:
     """Return how many collectives and gradient shards there are for layers without a trainable parameter."""
     model: Any = Model()
@@ -604,6 +624,7 @@ SPECIAL: dict[str, Callable[[], float]] = {
     "a zero-bubble schedule": zero_bubble,
     "gradients of inputs alone": gradient_of_inputs_alone,
     "fp16 sums": fp16_sums,
+    "bf16 weights over many micro-batches": sums_of_many_micro_batches,
     "frozen layers are not reduced": reductions_of_frozen_layers,
     "gradients cleared between micro-batches": cleared_between_micro_batches,
 }

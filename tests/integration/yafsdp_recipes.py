@@ -453,6 +453,17 @@ def in_a_hook(model: Any, loss: Loss) -> list[Any]:
     return [losses(model, loss, optimizer), *norms]
 
 
+def hooked_late(model: Any, loss: Loss) -> list[Any]:
+    """Register a hook that clips after some steps without one, also of an optimizer that is fused."""
+    norms: list[Tensor] = []
+    for options in ({"fused": True}, {"foreach": True}, {}):
+        optimizer = AdamW(model.parameters(), lr=0.01, **options)
+        losses(model, loss, optimizer)
+        optimizer.register_step_pre_hook(lambda *_: norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.01)))
+        losses(model, loss, optimizer)
+    return norms
+
+
 def scheduled(model: Any, loss: Loss) -> list[Any]:
     """A schedule that is made after the first step."""
     optimizer = AdamW(model.parameters(), lr=0.01)
@@ -631,6 +642,7 @@ EXACT: dict[str, Callable[[Any, Loss], list[Any]]] = {
     "signs": sign_steps,
     "relative steps": relative_steps,
     "clipped in a hook": in_a_hook,
+    "a hook registered late": hooked_late,
     "a schedule made late": scheduled,
     "an optimizer resumed": resumed_optimizer,
     "gradients set": set_gradients,

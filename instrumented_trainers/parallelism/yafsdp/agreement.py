@@ -29,7 +29,10 @@ class RankAgreement:
         self._number = {unit: number for number, unit in enumerate(units)}
         parameters = (parameter for unit in units for parameter in unit.parameters)
         self._flag = {parameter: number for number, parameter in enumerate(parameters)}
-        self._values = torch.ones(len(self._flag) + 2, dtype=torch.int32, device=units[0].device)
+        device = units[0].device
+        self._values = torch.ones(len(self._flag) + 2, dtype=torch.int32, device=device)
+        # Pinned, so that the host does not wait for the copy; it is over when the values of this pass are compared.
+        self._sent = torch.zeros(2, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._checksum = 0
         self._pending: PendingCollective | None = None
         self._read: DelayedRead | None = None
@@ -53,7 +56,8 @@ class RankAgreement:
             for parameter in unit.without_gradient:
                 self._values[self._flag[parameter]] = 0
         checksum, self._checksum = self._checksum >> 1, 0  # int32 holds 31 bits and their negative
-        self._values[-2:] = torch.tensor((checksum, -checksum), dtype=torch.int32)
+        self._sent[0], self._sent[1] = checksum, -checksum
+        self._values[-2:].copy_(self._sent, non_blocking=True)
         self._pending = self._lane.all_reduce_max(self._values)
         self._read = self._lane.read_later(self._values[-2:], self._pending)
 
@@ -90,4 +94,6 @@ class RankAgreement:
 
     def forget(self) -> None:
         """Forget what was noted of a pass that raised: ranks may have come differently far."""
+        if self._read is not None and not self._lane.host_waits:
+            self._read()  # until its copy is over
         self._checksum, self._read = 0, None

@@ -210,6 +210,8 @@ class CudaStreamLane(Lane):
         super().__init__(ranks)
         self.stream = torch.cuda.Stream(device, priority=-1)
         self._copies: torch.cuda.Stream | None = None
+        self._on_host: Tensor | None = None
+        """Pinned memory for values that are read later: each time after those of the last time have been read."""
 
     def all_gather(self, buffers: Sequence[Tensor]) -> PendingCollective:
         def gather() -> None:
@@ -236,7 +238,9 @@ class CudaStreamLane(Lane):
         return self._issue(over_all)
 
     def read_later(self, values: Tensor, pending: PendingCollective) -> DelayedRead:  # noqa: ARG002 -- ordered by the stream
-        on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        if self._on_host is None or self._on_host.shape != values.shape:
+            self._on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        on_host = self._on_host
         with torch.cuda.stream(self.stream):
             on_host.copy_(values, non_blocking=True)
             copied = self.stream.record_event()

@@ -127,6 +127,8 @@ class FlatParameters:
 
     def _begin(self) -> None:
         self.gradient: Tensor | None = None
+        self._exact: Tensor | None = None
+        """The gradient in the dtype of reductions, where that keeps more digits than the parameters'."""
         self.incoming: Tensor | None = None
         """A gradient on its way to host memory, to be added to one that is there; allocated when first needed."""
         self._has_incoming = False
@@ -285,13 +287,27 @@ class FlatParameters:
         assert self.gradient is not None
         chunk, scale = lane.chunk(buffer), self._predivisor / self.ranks.count
         if not self._home.is_offloaded:
-            self.gradient.add_(chunk, alpha=scale)
+            self._sum(is_zero=is_zero, is_first=is_first).add_(chunk, alpha=scale)
             return
         mean = chunk.to(self.dtype, copy=True).mul_(scale)
         if is_zero:
             lane.copy_out(mean, self.gradient)
         else:
             self._copy_to_incoming(lane, mean)
+
+    def _sum(self, *, is_zero: bool, is_first: bool) -> Tensor:
+        """Return what means are added to: the gradient shard, or where that keeps fewer digits, a sum that does not."""
+        assert self.gradient is not None
+        if torch.promote_types(self.dtype, self.reduce_dtype) == self.dtype:
+            return self.gradient
+        if self._exact is None:
+            self._exact = self.gradient.to(self.reduce_dtype)
+        elif is_zero:
+            self._exact.zero_()
+        elif is_first:  # what the program has done to the gradient since counts
+            is_changed = self._exact.to(self.dtype) != self.gradient
+            self._exact = torch.where(is_changed, self.gradient.to(self.reduce_dtype), self._exact)
+        return self._exact
 
     def _copy_to_incoming(self, lane: Lane, mean: Tensor) -> None:
         if self.incoming is None:
@@ -340,6 +356,8 @@ class FlatParameters:
         penalty on weights: it is added. Where shards lie in host memory, copies to there must have finished.
         """
         self._add_incoming()
+        if self._exact is not None and self.gradient is not None:
+            self.gradient.copy_(self._exact)
         with plain_tensors():
             for parameter, local in self._gradient_parts():
                 published = parameter.shard.grad

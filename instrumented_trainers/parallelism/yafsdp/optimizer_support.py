@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-from instrumented_trainers.parallelism.yafsdp.shard_tensor import ShardParameter, plain_tensors
+from instrumented_trainers.parallelism.yafsdp.shard_tensor import Shard, ShardParameter, plain_tensors
 from instrumented_trainers.parallelism.yafsdp.unit import Unit
 
 # For optimizers that cannot be made for a trial. By class name, for most come from packages that need not be installed.
@@ -29,6 +29,8 @@ _STEPS, _ROWS, _COLUMNS = 2, 72, 64
 """More than 4096 elements: optimizers that keep their state in eight bits do so in blocks, of large tensors alone."""
 _SCALES = (1e-4, 1.0, 1e4)
 """Of gradients: what an optimizer does to large ones, such as clipping by their norm, it may not do to small ones."""
+_WITHOUT_TENSORS = ("instrumented_trainers", "tracekit")
+"""Whose hooks of all optimizers, such as the recorder's that counts steps, look at no parameter."""
 _PLAIN = "_yafsdp_steps_plain_tensors"  # on an optimizer
 SHARDED_IN = "_yafsdp_sharded_in"  # on an original parameter: which module's unit took it
 
@@ -77,7 +79,10 @@ def begin_plain_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[s
 
     Called by a hook that runs before the step, with its arguments; returns them for it.
     """
-    if getattr(optimizer, _PLAIN, False) or _has_hooks(optimizer):
+    if _has_hooks(optimizer):
+        _show_state(optimizer)
+        return None
+    if getattr(optimizer, _PLAIN, False):
         return None
     setattr(optimizer, _PLAIN, True)
     for name in ("step", "zero_grad"):
@@ -96,9 +101,21 @@ def end_plain_step() -> None:
 
 def _has_hooks(optimizer: Optimizer) -> bool:
     """Return whether code of the user's runs within a step, such as a hook that clips: it must see shards."""
-    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    others = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
-    return any(own) or any(len(hooks) > 1 for hooks in others)
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return True
+    hooks = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
+    modules = {getattr(hook, "__module__", "") for group in hooks for hook in group.values()}
+    return any(module.partition(".")[0] not in _WITHOUT_TENSORS for module in modules)
+
+
+def _show_state(optimizer: Optimizer) -> None:
+    """Let state be shards that was made in a step on plain tensors, before there was a hook."""
+    for parameter, values in optimizer.state.items():
+        if isinstance(parameter, ShardParameter):
+            numel = parameter.to_local().numel()
+            for key, value in values.items():
+                if isinstance(value, Tensor) and not isinstance(value, Shard) and value.shape == (numel,):
+                    values[key] = Shard.of(value, parameter.place)
 
 
 def _on_plain_tensors(method: Callable[..., Any]) -> Callable[..., Any]:

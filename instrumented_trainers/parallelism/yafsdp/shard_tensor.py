@@ -566,6 +566,8 @@ _FOREACH = frozenset(name for name in dir(torch) if name.startswith("_foreach_")
     f"_foreach_{name}" for name in ("max", "mm", "norm", "powsum")
 )
 
+_FUSED = ("_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_")
+
 _HANDLERS: dict[str, Handler] = (
     dict.fromkeys([*_UNARY.split(), *_BINARY.split()], _element_wise)
     | dict.fromkeys([f"{name}_" for name in f"{_UNARY} {_BINARY}".split() if not name.endswith("_")], _element_wise)
@@ -577,7 +579,7 @@ _HANDLERS: dict[str, Handler] = (
     | dict.fromkeys(["rand_like", "randn_like", "randint_like"], _filled_like)
     | dict.fromkeys(["view_as", "reshape_as", "expand_as", "view", "reshape"], _same_shape)
     | dict.fromkeys(["new", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"], _new)
-    | dict.fromkeys(_FOREACH, _foreach)
+    | dict.fromkeys([*_FOREACH, *_FUSED], _foreach)
     | dict.fromkeys(["norm", "linalg_vector_norm", "vector_norm"], _norm)
     | dict.fromkeys(["max", "min", "amax", "amin"], _extreme)
     | dict.fromkeys(["any", "all"], _truth)

@@ -432,7 +432,11 @@ def _without_crossing_calls(slices: Slices, names: pl.Series, odd: OddValues) ->
         deep_ratio = _DEEP_RATIO if kind_name == "annotation" else 0.0
         if _crossings(lane[rows], start[rows], dur[rows], deep_ratio)[1].sum() < _LEAST_CROSSINGS:
             continue
-        rows = rows[~name_patterns.host_names(names).runs_collective[name[rows]]]
+        named = name_patterns.host_names(names)
+        steps = rows[named.step.is_not_null().to_numpy()[name[rows]]]
+        if kind_name == "annotation" and not _crossings(lane[steps], start[steps], dur[steps], deep_ratio)[1].any():
+            continue  # Lightning's callbacks close spans in any order, but no step ends after the next one begins
+        rows = rows[~named.runs_collective[name[rows]]]
         lane_of, start_of, dur_of = lane[rows], start[rows], dur[rows]
         order, crosses, overlaps = _crossings(lane_of, start_of, dur_of, deep_ratio)
         around = order[:-1]
