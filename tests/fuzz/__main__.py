@@ -7,11 +7,12 @@ import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Collection
 
 from tests.fuzz import inputs, runner
 
 
-def main() -> int:
+def main(all_kinds: Collection[str] = tuple(inputs.KINDS)) -> int:
     """Run the command; return 1 if an input was not handled."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0, help="stop after so many (default: 60)")
@@ -19,9 +20,9 @@ def main() -> int:
     parser.add_argument(
         "--seed", type=int, default=time.time_ns() // 10**9, help="of the first input (default: the time)"
     )
-    parser.add_argument("--kind", action="append", choices=inputs.KINDS, help="draw only this kind; repeatable")
+    parser.add_argument("--kind", action="append", choices=all_kinds, help="draw only this kind; repeatable")
     options = parser.parse_args()
-    kinds = options.kind or list(inputs.KINDS)
+    kinds = options.kind or list(all_kinds)
     deadline = time.monotonic() + options.seconds
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a shell's background job ignores SIGINT
     counts: Counter[str] = Counter()

@@ -8,7 +8,8 @@ from tests.fuzz import losses
 from tracekit.errors import TracekitError
 
 PLAIN, MERGED = ("trace", "packed trace", "summary"), ("merged trace",)
-TRACES = (*PLAIN, *MERGED, "archive", "Perfetto trace", "Nsight Systems export")
+SPECIFIED = ("specified trace", "specified container", "specified packets", "specified database", "specified logs")
+TRACES = (*PLAIN, *MERGED, "archive", "Perfetto trace", "Nsight Systems export", *SPECIFIED)
 _SQL = "SELECT name, count(*), sum(dur_ns) FROM ops GROUP BY ALL ORDER BY ALL"
 
 

@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.fuzz import contradictions, inputs, library
+from tests.fuzz import contradictions, inputs, library, specified
 from tests.support import cli_runner
 
 _MAX_ERROR = 400
@@ -33,7 +33,8 @@ def main() -> None:
     for line in sys.stdin:
         kind, _, seed = line.strip().rpartition(" ")
         limit_cpu(_DRAW_CPU_S)
-        results.write(json.dumps(run(inputs.drawn(kind, int(seed)), limit_s)) + "\n")
+        drawn = specified.drawn if kind in specified.KINDS else inputs.drawn
+        results.write(json.dumps(run(drawn(kind, int(seed)), limit_s)) + "\n")
         results.flush()
 
 

@@ -14,7 +14,7 @@ import zipfile
 
 import pytest
 
-from tests.fuzz import inputs, runner
+from tests.fuzz import inputs, runner, specified
 from tests.support import cli_runner, kineto_files
 from tests.support.selection import others_in_accuracy
 from tracekit.ingest import files, untrusted_json
@@ -519,8 +519,13 @@ def test_slices_of_a_perfetto_trace_may_lack_their_names(worker):
 
 
 def test_inputs_with_fixed_seeds_are_handled(worker):
-    failed = [worker.failure(kind, seed) for kind in inputs.KINDS for seed in range(SHARE)]
+    failed = [worker.failure(kind, seed) for kind in (*inputs.KINDS, *specified.KINDS) for seed in range(SHARE)]
     assert [failure for failure in failed if failure] == []
+
+
+@pytest.mark.parametrize(("kind", "seed"), [("specified packets", 156), ("specified packets", 316)])
+def test_clocks_whose_difference_is_no_64_bit_integer_are_handled(worker, kind, seed):
+    assert worker.failure(kind, seed) is None
 
 
 def test_the_fuzzer_finds_what_is_not_handled(worker, monkeypatch):

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 import tracekit
 from tracekit.cli.commands import scrub as scrub_command
+from tracekit.conventions import plain_pickles
 from tracekit.ingest import scrub
 from tracekit.ingest.readers import memory_snapshots
-from tracekit.ingest.scrub import snapshots
 from tracekit.report.render import text as render_text
 
 RECORDINGS = Path(__file__).parents[1] / "recordings"
@@ -101,8 +101,8 @@ def test_any_plain_values_come_back_from_the_copy_if_nothing_is_hidden(value, pr
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder, "a.pickle"), Path(folder, "b.pickle")
         source.write_bytes(pickle.dumps([value, value], protocol=protocol))
-        assert not snapshots.why_not(source)
-        snapshots.write(source, target, lambda text: text)
+        assert not plain_pickles.why_not(source)
+        plain_pickles.write(source, target, lambda text: text)
         assert pickle.loads(target.read_bytes()) == [value, value]
 
 

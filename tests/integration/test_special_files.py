@@ -96,11 +96,11 @@ OPENERS = {
     "tracekit/capture/metrics.py",  # writes; /proc
     "tracekit/capture/profiler_session.py",  # its own pipe
     "tracekit/cli/output.py",  # writes
+    "tracekit/conventions/plain_pickles.py",  # writes
     "tracekit/conventions/regular_files.py",
     "tracekit/ingest/archives.py",  # members; writes
     "tracekit/ingest/disk_cache.py",  # its own files, with a check of the owner
     "tracekit/ingest/remote.py",  # behind URLs; writes
-    "tracekit/ingest/scrub/snapshots.py",  # writes
     "tracekit/ingest/scrub/streams.py",  # writes
     "tracekit/model/escaping.py",
     "tracekit/model/plugins.py",

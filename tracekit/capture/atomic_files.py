@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tracekit import conventions
-from tracekit.conventions import redaction, regular_files
+from tracekit.conventions import plain_pickles, redaction, regular_files
 
 _appending = threading.Lock()
 _LEVEL = 6  # on traces far faster than Python's default of 9, for a few percent more bytes
@@ -70,20 +70,35 @@ def append_lines(path: Path, rows: list[dict[str, Any]]) -> None:
 def compress(source: Path, target: Path) -> None:
     """Write `source`, a trace, to `target` through gzip without secrets, and remove it."""
     redactor = redaction.Redactor(lambda _, __: redaction.REDACTED)
+    rest = b""
     try:
         with (
             atomic_write(target) as partial,
             regular_files.open_to_read(source) as plain,
             gzip.open(partial, "wb", _LEVEL) as packed,
         ):
-            while lines := plain.readlines(_PIECE_BYTES):  # a string of JSON ends on its line
-                packed.write(redactor.redact(b"".join(lines)))
+            while piece := plain.read(_PIECE_BYTES):
+                text = rest + piece
+                end = redaction.safe_end(text)
+                packed.write(redactor.redact(text[:end]))
+                rest = text[end:]
+            packed.write(redactor.redact(rest))
     except BaseException:
         # The compressed copy failed: a complete uncompressed file in a scratch folder stays.
         if source.name.endswith(conventions.PARTIAL_SUFFIX):
             source.unlink()
         raise
     source.unlink()
+
+
+def redact_pickle(path: Path) -> None:
+    """Replace secrets in a pickle of plain values, such as a memory snapshot. Raises ValueError for another pickle."""
+    clean = path.with_name(f"{path.name}{conventions.PARTIAL_SUFFIX}")
+    try:
+        plain_pickles.write(path, clean, redaction.Redactor(lambda _, __: redaction.REDACTED).redact)
+        clean.replace(path)
+    finally:
+        clean.unlink(missing_ok=True)
 
 
 def uncompressed_name(rank: int, window: int) -> str:

@@ -137,6 +137,7 @@ class WindowProfiler:
             try:
                 with atomic_files.atomic_write(path) as partial:
                     torch.cuda.memory._dump_snapshot(str(partial))
+                    atomic_files.redact_pickle(partial)
             finally:
                 with contextlib.suppress(Exception):
                     torch.cuda.memory._record_memory_history(enabled=None)

@@ -143,6 +143,7 @@ _SEPARATORS_RATIO = 0.12
 _MIN_ENTROPY_BITS = 3.8
 
 STRING = re.compile(rb'"([^"\\]*(?:\\.[^"\\]*)*)"', re.DOTALL)
+_ESCAPE = re.compile(rb"\\.", re.DOTALL)
 _HAS_WORD = re.compile(rb"[A-Za-z_]{2}|-u")
 _COLON = re.compile(rb"\s*:\s*")
 _COMMA = re.compile(rb"\s*,\s*(?=\")")
@@ -329,6 +330,18 @@ def kind_of_name(name: str) -> str | None:
     return None
 
 
+def safe_end(text: bytes) -> int:
+    """Place to split at, outside of strings: after the last object of a line or list, else after a line, else an item.
+
+    What a key or a flag announces stands in the same object. A JSON string has no line break, but may hold `},`.
+    """
+    for ending in (b"}\n", b"},\n", b"},", b"\n", b","):
+        end = text.rfind(ending) + len(ending)
+        if end >= len(ending) and (ending[-1:] == b"\n" or _quotes(text[:end]) % 2 == 0):
+            return end
+    return 0
+
+
 def is_harmless(value: str) -> bool:
     """Return whether a value under a name of secrets is none: empty, a placeholder, a variable, a type.
 
@@ -356,6 +369,11 @@ def is_random(text: str) -> bool:
         return False
     unlike = sum(left != right for left, right in itertools.pairwise(classes) if left and right)
     return unlike >= _UNLIKE_NEIGHBOURS_RATIO * (len(classes) - 1) and _entropy_bits(text) >= _MIN_ENTROPY_BITS
+
+
+def _quotes(text: bytes) -> int:
+    """Number of quotes that begin or end a string."""
+    return text.count(b'"') if b'\\"' not in text else _ESCAPE.sub(b"", text).count(b'"')
 
 
 def _entropy_bits(text: str) -> float:

@@ -284,7 +284,7 @@ def _snapshot(root: Any) -> tuple[Any, Sequence["array[Any]"]]:
         dict(root) if type(root) is dict else {"segments": root}
     )  # old: torch.cuda.memory_snapshot(), a bare list
     stacks = StackTable()
-    document["segments"] = [_with_stack(segment, stacks) for segment in _require_list(document.get("segments"))]
+    document["segments"] = [_segment(segment, stacks) for segment in _require_list(document.get("segments"))]
     traces = [_require_list(trace) for trace in _require_list(document.get("device_traces", []))]
     if len({id(trace) for trace in traces}) < len(traces):
         raise ValueError("several devices with one list of events")
@@ -299,6 +299,14 @@ def _snapshot(root: Any) -> tuple[Any, Sequence["array[Any]"]]:
     return document, [*columns, stacks.ends, stacks.stacks]
 
 
+def _segment(part: Any, stacks: StackTable) -> Any:
+    """Copy of a segment with the numbers of its stack and its blocks' stacks."""
+    copy = _with_stack(part, stacks)
+    if "blocks" in copy:
+        copy["blocks"] = [_with_stack(block, stacks) for block in _require_list(copy["blocks"])]
+    return copy
+
+
 def _with_stack(part: Any, stacks: StackTable) -> Any:
     """Copy of a segment or block with the number of its stack."""
     if type(part) is not dict:
@@ -306,10 +314,7 @@ def _with_stack(part: Any, stacks: StackTable) -> Any:
     frames, history = part.get("frames"), part.get("history")
     if frames is None and history:  # before torch 2.1 a block had the history of its last allocations
         frames = history[0].get("frames")
-    copy = {**part, "frames": stacks.number(frames), "history": None}
-    if "blocks" in part:
-        copy["blocks"] = [_with_stack(block, stacks) for block in _require_list(part["blocks"])]
-    return copy
+    return {**part, "frames": stacks.number(frames), "history": None}
 
 
 def _event_columns(traces: Sequence[list[Any]], actions: dict[str, int], stacks: StackTable) -> Iterable["array[Any]"]:

@@ -1,6 +1,8 @@
 import gzip
 import json
+import pickle
 import resource
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -65,3 +67,49 @@ def test_compressing_removes_the_uncompressed_file(tmp_path: Path) -> None:
 def test_a_failure_is_reported_in_one_line(capsys: pytest.CaptureFixture[str], wording: Wording) -> None:
     notices.report_failure("the trace was not written", OSError("no\nspace"))
     wording(capsys.readouterr().err)
+
+
+SECRET = "hf_" + "aB3" * 12
+
+
+def test_a_trace_on_one_line_is_redacted_in_pieces(tmp_path: Path) -> None:
+    """GIVEN a trace of one line, WHEN it is compressed, THEN no secret is left, and memory is a part of its size."""
+    events = [{"ph": "X", "name": "a },{ b", "args": {"hf_token": SECRET}} for _ in range(20_000)]
+    source, target = tmp_path / "trace.json", tmp_path / "trace.json.gz"
+    source.write_text(json.dumps({"traceEvents": events}))
+    size_bytes = source.stat().st_size
+    tracemalloc.start()
+    atomic_files.compress(source, target)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    text = gzip.decompress(target.read_bytes())
+    assert SECRET.encode() not in text
+    redacted = json.loads(text)["traceEvents"]
+    assert [(event["name"], event["args"]["hf_token"]) for event in redacted] == [
+        (event["name"], "[redacted]") for event in events
+    ]
+    assert peak_bytes < size_bytes * 0.75
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_a_memory_snapshot_is_redacted(tmp_path: Path, protocol: int) -> None:
+    """GIVEN a snapshot whose settings and annotations have secrets, THEN these are gone, and all else is unchanged."""
+    path = tmp_path / "a.pickle"
+    frames = [{"filename": "/home/me/train.py", "line": 3, "name": "forward"}]
+    events = [{"action": "alloc", "addr": 1 << 40, "size": 512, "frames": frames, "user_metadata": f"token {SECRET}"}]
+    snapshot = {"device_traces": [events], "allocator_settings": {"password": "hunter2", "note": "a" * 300}}
+    path.write_bytes(pickle.dumps(snapshot, protocol))
+    atomic_files.redact_pickle(path)
+    assert pickle.loads(path.read_bytes()) == {
+        "device_traces": [[{**events[0], "user_metadata": "token [redacted]"}]],
+        "allocator_settings": {"password": "[redacted]", "note": "a" * 300},
+    }
+    assert [file.name for file in tmp_path.iterdir()] == ["a.pickle"]
+
+
+def test_a_pickle_with_objects_is_not_redacted_but_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.pickle"
+    path.write_bytes(pickle.dumps({"path": tmp_path}))
+    with pytest.raises(ValueError, match="objects"):
+        atomic_files.redact_pickle(path)
+    assert [file.name for file in tmp_path.iterdir()] == ["a.pickle"]

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tracekit import conventions
-from tracekit.conventions import perfetto
+from tracekit.conventions import perfetto, plain_pickles
 from tracekit.errors import InputError
 from tracekit.ingest import archives
-from tracekit.ingest.scrub import snapshots, streams
+from tracekit.ingest.scrub import streams
 from tracekit.ingest.scrub.secrets import HOST, USER, Secrets
 
 _LOGS = (conventions.CHECKPOINT_LOG_SUFFIX, conventions.METRICS_SUFFIX)
@@ -134,7 +134,7 @@ def _why_not(path: Path) -> str:
     if path.name == conventions.MANIFEST_FILE or path.name.endswith(_LOGS):
         return ""
     if path.name.endswith(_PICKLES):
-        return snapshots.why_not(path)
+        return plain_pickles.why_not(path)
     if not path.name.endswith(_TRACES):
         reasons = (reason for endings, reason in _OTHER_KINDS.items() if path.name.lower().endswith(endings))
         return next(reasons, "a kind of file that cannot be scrubbed")
@@ -145,7 +145,7 @@ def _why_not(path: Path) -> str:
 
 def _pieces(path: Path) -> Iterator[bytes]:
     """Yield the text of a file as JSON; of a pickle its texts."""
-    return snapshots.texts(path) if snapshots.is_pickle(path) else streams.pieces(path)
+    return plain_pickles.texts(path) if plain_pickles.is_pickle(path) else streams.pieces(path)
 
 
 def _write(sources: list[Path], secrets: Secrets, *, run: Path, partial: Path) -> list[str]:
@@ -155,8 +155,8 @@ def _write(sources: list[Path], secrets: Secrets, *, run: Path, partial: Path) -
         if name in names:
             raise InputError(f"{source}: would get the name {name}, which another file has; rename one of them")
         target = partial / name if run.is_dir() else partial
-        if snapshots.is_pickle(source):
-            snapshots.write(source, target, secrets.hide)
+        if plain_pickles.is_pickle(source):
+            plain_pickles.write(source, target, secrets.hide)
         else:
             streams.write(target, map(secrets.hide, streams.pieces(source)), compressed=streams.is_gzip(source))
         names.append(name)

@@ -1,7 +1,6 @@
 """Read files of any size in pieces, decompressed if gzip, split where no pattern can match across pieces."""
 
 import gzip
-import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import IO, cast
 
 from isal import igzip, isal_zlib
 
-from tracekit.conventions import regular_files
+from tracekit.conventions import redaction, regular_files
 from tracekit.errors import BadTraceError, InputError
 from tracekit.ingest.budget import Budget
 from tracekit.model import units
@@ -18,7 +17,6 @@ _GZIP_MAGIC = b"\x1f\x8b"
 _PIECE_BYTES = 4 << 20
 _MAX_PIECE_BYTES = 64 << 20
 _GZIP_LEVEL = 6
-_ESCAPE = re.compile(rb"\\.", re.DOTALL)
 _ISAL_ERROR = cast("type[Exception]", isal_zlib.error)
 
 
@@ -40,7 +38,7 @@ def pieces(path: Path) -> Iterator[bytes]:
             while block := file.read(_PIECE_BYTES):
                 budget.unpack(len(block))
                 buffer += block
-                end = _safe_end(buffer)
+                end = redaction.safe_end(buffer)
                 if end:
                     yield buffer[:end]
                     buffer = buffer[end:]
@@ -72,20 +70,3 @@ def _open_stream(path: Path) -> IO[bytes]:
     file = regular_files.open_to_read(path)
     is_packed = file.peek(2)[:2] == _GZIP_MAGIC
     return cast("IO[bytes]", igzip.IGzipFile(fileobj=file)) if is_packed else file
-
-
-def _safe_end(text: bytes) -> int:
-    """Place to split at, outside of strings: after the last object of a line or list, else after a line, else an item.
-
-    What a key or a flag announces stands in the same object. A JSON string has no line break, but may hold `},`.
-    """
-    for ending in (b"}\n", b"},\n", b"},", b"\n", b","):
-        end = text.rfind(ending) + len(ending)
-        if end >= len(ending) and (ending[-1:] == b"\n" or _quotes(text[:end]) % 2 == 0):
-            return end
-    return 0
-
-
-def _quotes(text: bytes) -> int:
-    """Number of quotes that begin or end a string."""
-    return text.count(b'"') if b'\\"' not in text else _ESCAPE.sub(b"", text).count(b'"')

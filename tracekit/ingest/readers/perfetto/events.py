@@ -10,11 +10,10 @@ from tracekit.conventions import perfetto as F  # noqa: N812  (field numbers, co
 from tracekit.ingest import untrusted_json
 from tracekit.ingest.readers.perfetto import packets as packet_columns
 from tracekit.ingest.readers.perfetto import wire
-from tracekit.ingest.readers.perfetto.packets import Interned, Packets
+from tracekit.ingest.readers.perfetto.packets import BEYOND_TIME, Interned, Packets
 from tracekit.ingest.readers.perfetto.wire import FIXED64, LENGTH, VARINT, Flags, Ints
 
 _OPEN = -1
-_MOST_TIME = 1 << 62
 _MOST_INTEGER = 1 << 53  # in a list
 
 
@@ -47,7 +46,7 @@ class Events:
 def of_packets(packets: Packets) -> Events:
     """Return the events of packets; those without state or time are counted and left out."""
     has_event = packets.event[1] > packets.event[0]
-    usable = has_event & ~packets.void & packets.has_time & (packets.at_ns >= 0) & (packets.at_ns < _MOST_TIME)
+    usable = has_event & ~packets.void & packets.has_time & (packets.at_ns >= 0) & (packets.at_ns < BEYOND_TIME)
     rows = np.flatnonzero(usable)
     fields = wire.fields(packets.data, packets.event[0][rows], packets.event[1][rows])
     kinds = (F.CATEGORIES, F.NAMES, F.ARGUMENT_NAMES, F.TEXTS)

@@ -24,6 +24,8 @@ _FIRST_OWN, _PAST_OWN = 64, 128
 _CLOCKS, _PRIMARY = 1, 2  # of ClockSnapshot
 _ID, _TIME, _IS_INCREMENTAL, _UNIT = 1, 2, 3, 4  # of ClockSnapshot.Clock
 _MOST_UNIT = 10**9
+BEYOND_TIME = 1 << 62
+"""Above each time in ns that is read: the sum of two smaller ones is an int64."""
 
 MAX_BYTES = 2 << 30
 """Decompressed size of a file, or of the part of it that holds a trace."""
@@ -310,8 +312,16 @@ def on_main_clock(
         at_ns[packets] = readings.own_times(at_ns[packets], packets, int(clock[packets[0]]), int(sequence[packets[0]]))
     is_global = (clock > 0) & (clock < _FIRST_OWN)
     for number in np.unique(clock[is_global]).tolist():
-        at_ns[clock == number] += readings.offset(number)
+        at_ns[clock == number] = _shifted(at_ns[clock == number], readings.offset(number))
     return at_ns
+
+
+def _shifted(times: Ints, offset_ns: int) -> Ints:
+    """Times plus an offset; BEYOND_TIME, which no event can have, where either is."""
+    if abs(offset_ns) >= BEYOND_TIME:
+        return np.full_like(times, BEYOND_TIME)
+    is_time = (times > -BEYOND_TIME) & (times < BEYOND_TIME)
+    return np.where(is_time, np.where(is_time, times, 0) + offset_ns, BEYOND_TIME)
 
 
 def _clock_key(clock: Ints, sequence: Ints) -> Ints:
@@ -375,7 +385,7 @@ class _Snapshots:
             part = stated[begin:end] * self.unit_ns[reading]
             if self.is_incremental[reading]:
                 part = np.cumsum(part) + self.at_ns[reading]
-            times[begin:end] = part + self._to_main(reading)
+            times[begin:end] = _shifted(part, self._to_main(reading))
         return times
 
     def _to_main(self, reading: int) -> int:

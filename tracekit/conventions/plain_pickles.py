@@ -1,4 +1,4 @@
-"""Memory snapshots and flight recorder dumps for scrubbing: pickles of plain values, whose texts are replaced in place.
+"""Pickles of plain values, such as memory snapshots and flight recorder dumps, whose texts are replaced in place.
 
 A pickle is never executed: its instructions are copied one by one, those of texts with the scrubbed text. A pickle that
 makes objects, or holds bytes, is not copied: what these contain cannot be known.
