@@ -262,11 +262,11 @@ class UnevenRanks(Rule):
     two thirds of the waiting are for one rank in more than half of the steps, or half of all waiting would end if it
     arrived with the second-last one, the finding names it, with the saving of a replay in which nobody waits for it;
     else it says how ranks vary. Where ranks take turns within a step, calls are compared between the same collectives:
-    at how many each rank is last, and what it takes longer for before these. Where more than half of the waiting ends in a replay without the causes that have a
-    warning, such as late launches, the finding is information, with the cost of the rest. Where ranks take turns, do
-    the same work, and one or two collectives have half of the waiting, it is information: single pauses explain it as
-    well. Below `min_wait_ratio`, the rank that the others wait for most is information if a replay in which nobody
-    waits for it saves `min_latest_ratio` of the step.
+    at how many each rank is last, and what it takes longer for before these. Where more than half of the waiting ends
+    in a replay without the causes that have a warning, such as late launches, the finding is information, with the cost
+    of the rest. Where ranks take turns, do the same work, and one or two collectives have half of the waiting, it is
+    information: single pauses explain it as well. Below `min_wait_ratio`, the rank that the others wait for most is
+    information if a replay in which nobody waits for it saves `min_latest_ratio` of the step.
 
     Where the waiting is shorter, the finding is about uneven work if in each step the rank that computes longest does
     so for `min_uneven_ratio` longer than ranks do in the mean; the cost is the saving of a replay in which all compute
