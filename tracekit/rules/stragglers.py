@@ -32,6 +32,8 @@ _MIN_LATEST_RATIO = 2 / 3
 _MAX_NAMED = 3
 _FEW_STEPS = 2
 """Steps of which the range is their spread: quartiles of two are interpolated, and one may be four times the other."""
+_MOST_BEYOND_WAIT = 2
+"""How many times as long as ranks are awaited their calls may take longer: what differs by more is not why they are."""
 _MIN_RECURRING = 3
 """Delays from which they recur: one of each of two ranks may be two pauses (faults/no-prefetch)."""
 _MORE_THAN_LEAD = 1.5
@@ -270,11 +272,12 @@ class UnevenRanks(Rule):
     left out. The work of the rank that the others wait for most in a step is compared with theirs, as in RANK001. If
     two thirds of the waiting are for one rank in more than half of the steps, or half of all waiting would end if it
     arrived with the second-last one, the finding names it, with the saving of a replay in which nobody waits for it;
-    else it says how ranks vary. Where more than half of the waiting ends in a replay without the causes that have a
-    warning, such as late launches, the finding is information, with the cost of the rest. Where ranks take turns, do
-    the same work, and one or two collectives have half of the waiting, it is information: single pauses explain it as
-    well. Below `min_wait_ratio`, the rank that the others wait for most is information if a replay in which nobody
-    waits for it saves `min_latest_ratio` of the step.
+    else it says how ranks vary. Where ranks take turns within a step, calls are compared between the same collectives:
+    at how many each rank is last, and what it takes longer for before these. Where more than half of the waiting ends
+    in a replay without the causes that have a warning, such as late launches, the finding is information, with the cost
+    of the rest. Where ranks take turns, do the same work, and one or two collectives have half of the waiting, it is
+    information: single pauses explain it as well. Below `min_wait_ratio`, the rank that the others wait for most is
+    information if a replay in which nobody waits for it saves `min_latest_ratio` of the step.
 
     Where the waiting is shorter, the finding is about uneven work if in each step the rank that computes longest does
     so for `min_uneven_ratio` longer than ranks do in the mean; the cost is the saving of a replay in which all compute
@@ -290,7 +293,7 @@ class UnevenRanks(Rule):
 
     code: ClassVar[str] = "RANK003"
     facts: ClassVar[tuple[TraceFact, ...]] = (*Straggler.facts, *stragglers.FACTS, *outlier_steps.OutlierStep.facts)
-    finding_facts: ClassVar[tuple[TraceFact, ...]] = late_ranks.EXCESS_FACTS
+    finding_facts: ClassVar[tuple[TraceFact, ...]] = late_ranks.TURN_FACTS
     min_wait_ratio: float = 0.1
     min_uneven_ratio: float = 0.03
     min_latest_ratio: float = 0.03
@@ -365,6 +368,9 @@ class UnevenRanks(Rule):
         # The latest rank waits for nobody: each of the others waits for longer than the mean over all ranks.
         others_wait_ns = round(worst["waited_ns"] / balanced_ratio)
         reason = late_work.reason(run, excess, subject, lost_ns=others_wait_ns, balanced_ratio=balanced_ratio)
+        turns = ""
+        if reason is None and latest_rank is None:
+            reason, turns = _turns_within_steps(run, in_steps, subject, others_wait_ns)
         pauses = _fewest_of_half(run, pieces.join(late_steps.select(_STEP), on=_STEP, how="semi", nulls_equal=True))
         has_other_work = reason is not None and reason.kind in (EXTRA, LARGER)
         is_by_chance = latest_rank is None and not is_uneven and pauses < _MIN_RECURRING and not has_other_work
@@ -383,7 +389,7 @@ class UnevenRanks(Rule):
             self.code,
             Severity.WARNING,
             f"Ranks wait for each other: on average, a rank is idle {describe_loss(worst, 'waited_ns')} for late ranks "
-            f"in {quoted_step.place(worst['step'])}, {late_for}.{reason.evidence if reason else ''}{doubt}",
+            f"in {quoted_step.place(worst['step'])}, {late_for}.{turns}{reason.evidence if reason else ''}{doubt}",
             reason.fix
             if reason
             else f"Check why {suspects} arrive late: uneven work (sequence lengths, experts), or temporary "
@@ -467,6 +473,37 @@ class UnevenRanks(Rule):
             subject="latest",
             is_of_window=bool(rows["step"].is_null().all()),
         )
+
+
+def _turns_within_steps(
+    run: Run, waited: pl.DataFrame, subject: Subject, others_wait_ns: int
+) -> tuple[Reason | None, str]:
+    """What ranks take longer for, each before other collectives of the same steps, and a sentence on their turns.
+
+    `waited` has one row per step and rank that is waited for: window, step, rank, dur_ns. No reason where the work of
+    the ranks that are waited for most differs by much less, or by much more, than the others wait for them.
+    """
+    late_steps = waited.select(_STEP).unique()
+    calls = run.table(stragglers.late_calls).join(late_steps, on=_STEP, how="semi", nulls_equal=True)
+    last = calls.unique(["window", "instance"]).drop_nulls("late_rank")["late_rank"].value_counts()
+    counts = dict(last.iter_rows())
+    by_rank = largest_first(waited.group_by("rank").agg(pl.col("dur_ns").sum()), "dur_ns", "rank")
+    named = by_rank.head(_MAX_NAMED)
+    parts = late_ranks.excess_in_turn(run, late_steps, named["rank"].to_list())
+    if not parts or len(counts) < 2:
+        return None, ""
+    rows = pl.concat(part.rows for part in parts.values()).sort("excess_ns", descending=True, maintain_order=True)
+    excess = replace(next(iter(parts.values())), rows=rows, total_ns=int(rows["excess_ns"].sum()))
+    lost_ns = round(others_wait_ns * int(named["dur_ns"].sum()) / max(1, int(by_rank["dur_ns"].sum())))
+    reason = None
+    if excess.total_ns <= _MOST_BEYOND_WAIT * lost_ns:
+        balanced_ratio = 1 - 1 / len(run.ranks)
+        reason = late_work.reason(run, excess, subject, lost_ns=lost_ns, balanced_ratio=balanced_ratio)
+    turns = [
+        f"rank {rank} is last at {counts.get(rank, 0)}" + (f" ({late_work.excess_parts(part)})" if reason else "")
+        for rank, part in parts.items()
+    ]
+    return reason, f" Of {units.count(sum(counts.values()), 'collective')}, {'; '.join(turns)}."
 
 
 def _work_of_steps(run: Run) -> pl.DataFrame:

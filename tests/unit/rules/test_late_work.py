@@ -103,6 +103,7 @@ def with_reductions(trace: Trace, *, ranks: int) -> Trace:
 
 
 _SAMPLE_NS, _REDUCE_NS = 10_000, 20_000
+_CALL = ("aten::mm", 100_000, "[[64, 64]]")
 
 
 def test_the_share_and_the_saving_of_larger_inputs_of_ranks_in_turn() -> None:
@@ -138,3 +139,33 @@ def test_the_first_finding_of_the_sample_without_prefetch_is_the_gather() -> Non
     report = check(load(SAMPLES / "faults" / "no-prefetch"))
     assert [finding.code for finding in report.findings if finding.severity > Severity.INFO] == ["COMM001"]
     assert "RANK003" in {finding.code for finding in report.findings}
+
+
+_TURN = {
+    "larger": ([("aten::mm", 200_000, "[[128, 64]]")], "inputs are 2.0 times", "tokens"),
+    "slower": ([("aten::mm", 200_000, "[[64, 64]]")], "aten::mm takes 2.0 times", "clocks"),
+    "extra": ([_CALL, ("aten::sort", 100_000, "[[64, 64]]")], "aten::sort 18 times", "aten::sort"),
+}
+"""What a rank runs before the collective at which it is last, and parts of the claim and of the fix."""
+
+
+@pytest.mark.parametrize(("turn", "in_claim", "in_fix"), _TURN.values(), ids=_TURN)
+def test_ranks_that_take_turns_within_a_step_say_for_what(
+    turn: list[operator_traces.Call], in_claim: str, in_fix: str
+) -> None:
+    # In each of six steps rank 0 is last at the first all-reduce, rank 1 at the second, rank 2 at the third.
+    traces = []
+    for rank in range(3):
+        calls: list[operator_traces.Call] = []
+        for layer in range(3):
+            is_last = layer == rank
+            calls += turn if is_last else [_CALL]
+            calls.append(("c10d::allreduce_", _REDUCE_NS if is_last else _REDUCE_NS + 100_000))
+        traces.append(with_reductions(operator_traces.trace(*[calls] * 6, rank=rank), ranks=3))
+    (uneven,) = check(drawn_traces.run(*traces), [Straggler(), UnevenRanks()]).findings
+    assert (uneven.code, uneven.ranks) == ("RANK003", (0, 1, 2))
+    assert in_claim in uneven.claim
+    assert in_fix in uneven.fix
+    assert uneven.message.count("is last at 6") == 3
+    assert uneven.message.count("100 µs for") == 3
+    assert uneven.impact == pytest.approx(0.3, abs=0.01)

@@ -21,6 +21,7 @@ COLUMNS = schema.columns(
     "dur_ns",
     **dict.fromkeys((*KEYS, "extent", "chain", "line", "cause", "detail"), pl.String),
 )
+SEGMENT_COLUMNS = COLUMNS | {"segment": pl.Int64}
 _PARAMETERS = "record_param_comms"
 """The profiler's own operator inside that of a collective."""
 _PART_OF_KIND = {
@@ -54,50 +55,16 @@ def step_charges(trace: Trace) -> pl.DataFrame:
     of those that are the first of their operator's call. order_ns is the time from the start of the window to the first
     of them.
     """
-    op, launch = operator_rows(trace)
-    described = trace.activities.select(
-        "id",
-        _PART.alias("own_part"),
-        pl.coalesce(trace.ops["name"].gather(op), "name").alias("operator"),
-        pl.col("name").alias("kernel"),
-        call_paths.activity_modules(trace),
-        call_paths.call_paths(trace).gather(launch).alias("path"),
-        trace.ops["shapes"].gather(op).alias("shapes"),
-        _extents(trace),
-        (op.is_null() | pl.struct(op.alias("op"), _PART).is_first_distinct()).cast(pl.Int64).alias("calls"),
-        call_paths.dispatch_chains(trace).gather(op).alias("chain"),
-        _lines(trace, launch),
-    )
-    parts = [schema.empty(COLUMNS)]
-    for device in breakdown.devices(trace):
-        step_windows = windows(trace, device)
-        if step_windows.height:
-            # Activities that each step launched: columns step, id, order_ns, count, work_ns.
-            begun = step_windows.select("step", begun_ns="start_ns").unique("step", keep="first")
-            work = _activities(trace, device).join(begun, on="step", nulls_equal=True)
-            order_ns = (pl.col("start_ns") - pl.col("begun_ns")).alias("order_ns")
-            rows = pl.concat(
-                [
-                    charge_moments(trace, device, step_windows),
-                    work.select(
-                        "step", "id", order_ns, pl.lit(1, pl.Int64).alias("count"), pl.col("dur_ns").alias("work_ns")
-                    ),
-                ],
-                how="diagonal",
-            )
-            rows = rows.join(described, on="id", how="left", maintain_order="left").with_columns(
-                calls=pl.when(pl.col("count") == 1).then("calls")
-            )
-            charged = rows.with_columns(pl.lit(device, pl.Int64).alias("device")).with_columns(
-                pl.coalesce("part", "own_part").alias("part")
-            )
-            sums = charged.group_by(_PLACE, maintain_order=True).agg(
-                pl.col("order_ns").min(),
-                pl.col("chain", "line").first(),
-                pl.col("calls", "count", "work_ns", "dur_ns").sum(),
-            )
-            parts.append(schema.select(sums, COLUMNS).sort("step", "order_ns", nulls_last=True, maintain_order=True))
-    return pl.concat(parts)
+    return _charges(trace, COLUMNS)
+
+
+@trace_fact
+def segment_charges(trace: Trace) -> pl.DataFrame:
+    """Rows of `step_charges` by segment: how many collectives of the step the program launched before.
+
+    Columns those of `step_charges` and segment (null for the idle time after the last compute).
+    """
+    return _charges(trace, SEGMENT_COLUMNS)
 
 
 def operator_rows(trace: Trace) -> tuple[pl.Series, pl.Series]:
@@ -286,3 +253,65 @@ def _union_by_key(spans: Spans, key: npt.NDArray[np.int64]) -> tuple[Spans, npt.
     disjoint = intervals.union(spans - origin_ns + (key * stretch_ns)[:, None])
     span_key = disjoint[:, 0] // stretch_ns
     return disjoint - (span_key * stretch_ns)[:, None] + origin_ns, span_key
+
+
+def _charges(trace: Trace, columns: schema.ColumnTypes) -> pl.DataFrame:
+    """Charges by these of SEGMENT_COLUMNS."""
+    op, launch = operator_rows(trace)
+    described = trace.activities.select(
+        "id",
+        _PART.alias("own_part"),
+        pl.coalesce(trace.ops["name"].gather(op), "name").alias("operator"),
+        pl.col("name").alias("kernel"),
+        call_paths.activity_modules(trace),
+        call_paths.call_paths(trace).gather(launch).alias("path"),
+        trace.ops["shapes"].gather(op).alias("shapes"),
+        _extents(trace),
+        (op.is_null() | pl.struct(op.alias("op"), _PART).is_first_distinct()).cast(pl.Int64).alias("calls"),
+        call_paths.dispatch_chains(trace).gather(op).alias("chain"),
+        _lines(trace, launch),
+        _segments(trace, launch),
+    )
+    place = [*_PLACE, *(name for name in columns if name == "segment")]
+    parts = [schema.empty(columns)]
+    for device in breakdown.devices(trace):
+        step_windows = windows(trace, device)
+        if step_windows.height:
+            # Activities that each step launched: columns step, id, order_ns, count, work_ns.
+            begun = step_windows.select("step", begun_ns="start_ns").unique("step", keep="first")
+            work = _activities(trace, device).join(begun, on="step", nulls_equal=True)
+            order_ns = (pl.col("start_ns") - pl.col("begun_ns")).alias("order_ns")
+            rows = pl.concat(
+                [
+                    charge_moments(trace, device, step_windows),
+                    work.select(
+                        "step", "id", order_ns, pl.lit(1, pl.Int64).alias("count"), pl.col("dur_ns").alias("work_ns")
+                    ),
+                ],
+                how="diagonal",
+            )
+            rows = rows.join(described, on="id", how="left", maintain_order="left").with_columns(
+                calls=pl.when(pl.col("count") == 1).then("calls")
+            )
+            charged = rows.with_columns(pl.lit(device, pl.Int64).alias("device")).with_columns(
+                pl.coalesce("part", "own_part").alias("part")
+            )
+            sums = charged.group_by(place, maintain_order=True).agg(
+                pl.col("order_ns").min(),
+                pl.col("chain", "line").first(),
+                pl.col("calls", "count", "work_ns", "dur_ns").sum(),
+            )
+            parts.append(schema.select(sums, columns).sort("step", "order_ns", nulls_last=True, maintain_order=True))
+    return pl.concat(parts)
+
+
+def _segments(trace: Trace, launch: pl.Series) -> pl.Series:
+    """How many collectives of its step were launched before each activity: the program's order, alike on all ranks."""
+    launched_ns = trace.ops["start_ns"].gather(launch).alias("launched_ns")
+    rows = trace.activities.select("step", "kind", "start_ns").with_columns(
+        pl.coalesce(launched_ns, "start_ns").alias("launched_ns")
+    )
+    is_collective = (pl.col("kind") == "communication").cast(pl.Int64)
+    in_order = rows.with_row_index("row").sort("launched_ns", maintain_order=True)
+    before = in_order.with_columns((is_collective.cum_sum() - is_collective).over("step").alias("segment"))
+    return before.sort("row")["segment"]

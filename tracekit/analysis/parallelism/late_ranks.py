@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import polars as pl
@@ -40,6 +41,8 @@ _MIN_PASSED = 0.5
 _MAX_HOPS = 3
 _MOST_COMPARED = 16
 """Ranks whose work is compared by operator: reading all traces of a larger run again takes as long as the check."""
+_SEGMENT = " before collective "
+"""Between an operator and the number of the collective before which it runs, where calls are compared by both."""
 _MOST_OF_RANK = 0.6
 """Share of what a rank takes longer for that is of one kind, if that is to be another cause than its group has."""
 
@@ -77,6 +80,8 @@ FACTS: tuple[TraceFact, ...] = (
 """The facts that the run tables of this module read."""
 EXCESS_FACTS: tuple[TraceFact, ...] = (step_charges.step_charges,)
 """The facts that explain by how much a rank is late."""
+TURN_FACTS: tuple[TraceFact, ...] = (*EXCESS_FACTS, step_charges.segment_charges)
+"""The same where ranks take turns within a step."""
 
 
 @run_fact
@@ -180,6 +185,29 @@ def excess_time(run: Run, late: pl.DataFrame, *, left_out: tuple[int, ...] = ())
     keys = [*_STEP, "rank"]
     sides = [in_steps.join(late, on=keys, how=how, nulls_equal=True, maintain_order="left") for how in _LATE_AND_OTHERS]
     return None if sides[1].is_empty() else excess_times.split(*sides)
+
+
+def excess_in_turn(run: Run, steps: pl.DataFrame, ranks: Sequence[int]) -> dict[int, ExcessTime]:
+    """What each rank takes longer for than the others at some calls of the same steps, whatever it does faster.
+
+    Ranks that are late at different collectives of a step take as long as the others in all: what one takes longer for
+    at its turn, the others take longer for at theirs. Calls are compared between the same collectives. `steps` has the
+    columns window and step. Empty for pipelines, whose stages have other calls, and runs of many ranks.
+    """
+    parts: dict[int, ExcessTime] = {}
+    if len(run.ranks) > _MOST_COMPARED or rank_places.stages(run):
+        return parts
+    charges = excess_times.own_time(run.table(step_charges.segment_charges)).with_columns(
+        operator=pl.concat_str(pl.coalesce("operator", pl.lit("")), pl.col("segment").fill_null(-1), separator=_SEGMENT)
+    )
+    in_steps = charges.join(steps, on=_STEP, how="semi", nulls_equal=True, maintain_order="left")
+    for rank in ranks:
+        excess = excess_times.split(in_steps.filter(rank=rank), in_steps.filter(pl.col("rank") != rank))
+        operator = pl.col("operator").str.replace(rf"{_SEGMENT}-?\d+$", "")
+        longer = excess.rows.filter(pl.col("excess_ns") > 0).with_columns(operator=operator)
+        total_ns = int(longer["excess_ns"].sum())
+        parts[rank] = replace(excess, rows=longer, total_ns=total_ns, slowdown=1.0, is_uniform=False)
+    return parts
 
 
 def excess_of_stages(run: Run, stages: Sequence[int]) -> ExcessTime | None:

@@ -234,9 +234,14 @@ def _saving(run: Run, removals: tuple[Removal, ...]) -> Saving:
         tables.append(after.select(*_KEY, without_ns="replayed_ns", before_ns=before_ns))
     table = (
         before.join(pl.concat(tables), on=_KEY, how="left", nulls_equal=True, maintain_order="left")
+        .with_columns(recorded_ns="duration_ns")
         .with_columns(pl.col("duration_ns", "replayed_ns") + pl.col("before_ns"))
         .with_columns((pl.col("replayed_ns") - pl.col("without_ns")).alias("saved_ns"))
     )
+    # One denominator for all causes, unless texts say how much of the step is before the first device work.
+    run_ns = total_ns(table, "recorded_ns")
+    if total_ns(table, "duration_ns") - run_ns < MIN_BEFORE_RATIO * run_ns:
+        table = table.with_columns(duration_ns="recorded_ns")
     for late in (removal for removal in removals if removal.cause.pricing is Pricing.LATE_RANKS):
         for graph in graphs_of(run):
             table = device_time.with_late_ranks(table, late.ranks or graph.late_ranks)
