@@ -15,7 +15,7 @@ import typer
 
 from tracekit.cli import application
 from tracekit.cli.crash_report import FOUND, REPEATED, place_of
-from tracekit.conventions import regular_files
+from tracekit.conventions import plain_pickles, regular_files
 from tracekit.errors import TracekitError
 
 MAX_BYTES = 256 << 20
@@ -164,9 +164,9 @@ class _Tries:
 
 def _content(path: Path) -> Content:
     """Return the content of a scrubbed file, unpacked, in parts that can be left out."""
-    from tracekit.ingest.scrub import snapshots, streams
+    from tracekit.ingest.scrub import streams
 
-    if snapshots.is_pickle(path):
+    if plain_pickles.is_pickle(path):
         return Content([regular_files.read_bytes(path)], None)
     data = b"".join(streams.pieces(path))
     try:
