@@ -355,12 +355,7 @@ class UnevenRanks(Rule):
         excess = late_ranks.excess_time(run, last.select(*_STEP, "rank")) if last.height else None
         others = late_work.names(most_late[:1] if latest_rank is None else [latest_rank], run.ranks)
         if latest_rank is None:
-            sums = largest_first(in_steps.group_by("rank").agg(pl.col("dur_ns").sum()), "dur_ns", "rank")
-            in_turn = [
-                f"rank {rank} ({units.share(dur_ns / max(1, int(sums['dur_ns'].sum())))})"
-                for rank, dur_ns in sums.head(_MAX_NAMED).iter_rows()
-            ]
-            subject = Subject("The latest rank", others, tail=f", and ranks vary: {', '.join(in_turn)}")
+            subject = Subject("The latest rank", others, tail=f", and ranks vary: {', '.join(named) or suspects}")
         else:
             waits = "the others wait" if len(run.ranks) > 2 else f"{others} waits"
             subject = Subject(f"Rank {latest_rank}", others, tail=f", and {waits} for it")
