@@ -1,11 +1,13 @@
 """A range of the timeline added up, the overview of the run, and the link that carries both, in a real browser."""
 
+import contextlib
 import re
 import shutil
 from pathlib import Path
 from urllib.parse import quote
 
 import pytest
+from playwright.sync_api import TimeoutError as PlaywrightTimeout
 from playwright.sync_api import expect
 
 import tracekit
@@ -37,7 +39,12 @@ def scene():
 
 
 def _open(page, server, run, query=""):
-    page.goto(f"{server.url}/timeline?run={quote(run)}{query}")
+    address = f"{server.url}/timeline?run={quote(run)}{query}"
+    for _ in range(5):
+        page.goto(address)
+        with contextlib.suppress(PlaywrightTimeout):
+            page.locator(".timeline").wait_for(timeout=30_000)
+            break  # else the run, which was just copied, was not listed yet, and another one's page was asked for
     shown = Shown(page)
     shown.wait_until_sharp()
     return shown
