@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from tests.integration.yafsdp_attacks import Model, batch, shard_layers
+from tests.integration.yafsdp_attacks import Model, WithEmpty, batch, shard_layers
 from tests.support import process_group
 
 WORLD_SIZE = 3  # division by 2 is exact, and most tensors divide by it without padding
@@ -129,6 +129,17 @@ def save_and_load(path: str) -> float:
     return largest(*(get_model_state_dict(model, options=FULL) for model in (sharded, other)))
 
 
+def save_and_load_empty(path: str) -> float:
+    """Save a model with a parameter without elements, and load it into another one."""
+    saved, loaded = (shard_layers(Model(WithEmpty)) for _ in range(2))
+    dcp.save(saved.state_dict(), checkpoint_id=path)
+    state = loaded.state_dict()
+    dcp.load(state, checkpoint_id=path)
+    loaded.load_state_dict(state)
+    pairs: Any = zip(saved.parameters(), loaded.parameters(), strict=True)
+    return 0.0 if all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in pairs) else 1.0
+
+
 def save_by_torch() -> str:
     sharded, optimizer, _, _ = trained()
     states = sharded.state_dict(), optimizer.state_dict()
@@ -173,11 +184,12 @@ REFUSED: dict[str, tuple[Callable[[], str], list[str]]] = {
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, process_group.Outcome]:
     refused = {name: case for name, (case, _) in REFUSED.items()}
-    saved = {"saved and loaded": functools.partial(save_and_load, str(tmp_path_factory.mktemp("saved")))}
+    cases = {"saved and loaded": save_and_load, "a parameter without elements": save_and_load_empty}
+    saved = {name: functools.partial(case, str(tmp_path_factory.mktemp("saved"))) for name, case in cases.items()}
     return process_group.run_cases(WORLD_SIZE, {**EXACT, **refused, **saved})
 
 
-@pytest.mark.parametrize("name", [*EXACT, "saved and loaded"])
+@pytest.mark.parametrize("name", [*EXACT, "saved and loaded", "a parameter without elements"])
 def test_is_what_one_process_has(outcomes: Any, name: str) -> None:
     for difference in outcomes[name].results():
         assert difference < 1e-12
