@@ -6,6 +6,7 @@ where each rank has its own batch, and on a plain one, whose loss is the mean ov
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -465,7 +466,16 @@ def hooked_late(model: Any, loss: Loss) -> list[Any]:
 
 
 def scheduled(model: Any, loss: Loss) -> list[Any]:
-    """A schedule that is made after the first step."""
+    """A schedule that is made before the first step, and one after it: neither says that `step` was overridden."""
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    schedule: Any = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss(model, step).backward()
+            optimizer.step()
+            schedule.step()
     optimizer = AdamW(model.parameters(), lr=0.01)
     losses(model, loss, optimizer)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)

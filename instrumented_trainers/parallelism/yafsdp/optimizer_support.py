@@ -86,8 +86,8 @@ def begin_plain_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[s
         return None
     setattr(optimizer, _PLAIN, True)
     for name in ("step", "zero_grad"):
-        # A bound method, as schedulers of torch look for its function.
-        setattr(optimizer, name, types.MethodType(_on_plain_tensors(getattr(type(optimizer), name)), optimizer))
+        # A bound method with the marks of the one before, as schedulers of torch look for both.
+        setattr(optimizer, name, types.MethodType(_on_plain_tensors(getattr(optimizer, name)), optimizer))
     _running.append(plain_tensors())
     _running[-1].__enter__()
     return tuple(map(_on_shards, args)), {name: _on_shards(value) for name, value in kwargs.items()}
@@ -122,10 +122,10 @@ def _on_plain_tensors(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if _has_hooks(optimizer):
-            return method(optimizer, *args, **kwargs)
+            return method(*args, **kwargs)
         args, kwargs = tuple(map(_on_shards, args)), {name: _on_shards(value) for name, value in kwargs.items()}
         with plain_tensors():
-            return method(optimizer, *args, **kwargs)
+            return method(*args, **kwargs)
 
     return call
 
