@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from instrumented_trainers.parallelism.options import device_of
 from instrumented_trainers.parallelism.yafsdp.checkpoint import hook_model, hook_optimizer
 from instrumented_trainers.parallelism.yafsdp.communication_lane import Ranks
+from instrumented_trainers.parallelism.yafsdp.dtensor_parameters import refuse_division
 from instrumented_trainers.parallelism.yafsdp.engine import Engine
 from instrumented_trainers.parallelism.yafsdp.mixed_precision import MixedPrecisionPolicy
 from instrumented_trainers.parallelism.yafsdp.module import YaFSDPModule
@@ -101,7 +102,7 @@ def fully_shard(
     ranks = Ranks.of(mesh)
     device = device_of(mesh)
     parameters = _own_parameters(module, left_out)
-    _refuse_unsupported(module, parameters)
+    _refuse_unsupported(module, parameters, ranks)
     unit = Unit(
         module, parameters, ranks=ranks, device=device, policy=mp_policy, buffers=buffers, offload=offload_policy
     )
@@ -149,7 +150,9 @@ def _own_parameters(
     return dict(sites)
 
 
-def _refuse_unsupported(module: nn.Module, parameters: dict[nn.Parameter, list[tuple[nn.Module, str]]]) -> None:
+def _refuse_unsupported(
+    module: nn.Module, parameters: dict[nn.Parameter, list[tuple[nn.Module, str]]], ranks: Ranks
+) -> None:
     kind = type(module).__name__
     for parameter, sites in parameters.items():
         name = f"parameter {sites[0][1]!r} of {type(sites[0][0]).__name__} in {kind}"
@@ -163,11 +166,7 @@ def _refuse_unsupported(module: nn.Module, parameters: dict[nn.Parameter, list[t
                 f"YaFSDP: {name} is tied to one that the unit of {other} has; parameters that are tied must be in one "
                 "unit, so shard a module that holds both places, or neither"
             )
-        if isinstance(parameter, DTensor):
-            raise NotImplementedError(
-                f"YaFSDP: {name} is a DTensor, as torch's tensor parallelism makes them; YaFSDP shards plain tensors "
-                "only, such as those of instrumented_trainers.parallelism.tensor"
-            )
+        refuse_division(parameter, name, [group for group in (ranks.shards, ranks.replicas) if group is not None])
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise NotImplementedError(
                 f"YaFSDP: {name} has a hook on its gradient, which would be lost with the whole parameter; register it "
@@ -180,7 +179,7 @@ def _refuse_unsupported(module: nn.Module, parameters: dict[nn.Parameter, list[t
 
 def _refuse_changing_weights(parameter: nn.Parameter, sites: list[tuple[nn.Module, str]], name: str) -> None:
     """Raise NotImplementedError for a parameter whose class, dtype or module does what a shard of it would not."""
-    if type(parameter) is not nn.Parameter:
+    if type(parameter) not in (nn.Parameter, DTensor):
         raise NotImplementedError(
             f"YaFSDP: {name} is of the class {type(parameter).__name__}, which a shard of it would not be; shard plain "
             "parameters"
@@ -302,11 +301,18 @@ def _check_units(units: list[Unit]) -> None:
             "YaFSDP: the model has no weights yet, only shapes; call yafsdp.materialize(model), or to_empty and load a "
             "checkpoint, before it runs"
         )
-    if len({(unit.buffers, unit.device, unit.shard_device, unit.ranks.members) for unit in units}) > 1:
+    if len({(unit.buffers, unit.device, unit.shard_device) for unit in units}) > 1:
         raise ValueError(
-            "YaFSDP: all units of a model must have the same mesh, the same number of buffers and the same "
+            "YaFSDP: all units of a model must have the same device, the same number of buffers and the same "
             "offload_policy"
         )
+    ranks_of_root = set(units[0].ranks.all)
+    for unit in units:
+        if not ranks_of_root.issuperset(unit.ranks.all):
+            raise ValueError(
+                f"YaFSDP: {unit.name} is sharded over ranks {sorted(unit.ranks.all)}, but the root over "
+                f"{sorted(ranks_of_root)}: a unit inside takes some of the root's ranks, as experts do, and no others"
+            )
 
 
 def _find_outer_units(module: nn.Module, around: Unit | None) -> None:

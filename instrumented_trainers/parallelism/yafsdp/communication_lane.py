@@ -64,6 +64,11 @@ class Ranks:
         return self.shards.size() * (self.replicas.size() if self.replicas is not None else 1)
 
     @property
+    def all(self) -> tuple[int, ...]:
+        """Return the global numbers of the ranks that this one shares a coordinate with."""
+        return tuple(dict.fromkeys(rank for group in self.members for rank in group))
+
+    @property
     def members(self) -> tuple[tuple[int, ...], ...]:
         """Return the global numbers of the ranks; equal for two groups of the same ranks."""
         groups = (self.shards, self.replicas)

@@ -58,9 +58,12 @@ class Engine:
         slots of their own.
         """
         self.root, self.units = root, tuple(units)
-        self.lane = lane_for(root.device, root.ranks)
+        members = {unit.ranks.members: unit.ranks for unit in self.units}
+        lanes = {ranks: lane_for(root.device, group) for ranks, group in members.items()}
+        self._lanes = {unit: lanes[unit.ranks.members] for unit in self.units}
+        """Of each unit: experts may be sharded over other ranks than the rest."""
         self.order: ExecutionOrder[Unit] = ExecutionOrder()
-        self.agreement = RankAgreement(self.units, self.lane)
+        self.agreement = RankAgreement(self.units, self._lanes[root])
         filled = [unit for unit in self.units if unit.weight_bytes]
         self.shared_slots = allocate([unit for unit in filled if not unit.owns_slots], root.buffers)
         self.own_slots = {unit: allocate([unit], 1)[0] for unit in filled if unit.owns_slots}
@@ -106,7 +109,7 @@ class Engine:
                     setattr(tensor, _HOOKED, tensor.grad_fn)
                     self._hook_backward(unit, tensor)
         if unit is self.root:
-            self.lane.wait_for_copies()  # the caller may change the shards
+            self._wait_for_copies()  # the caller may change the shards
         return outputs
 
     def _hook_backward(self, unit: Unit, tensor: Tensor) -> None:
@@ -223,7 +226,7 @@ class Engine:
         self.agreement.note("weights", unit)
         with span("all_gather", unit):
             slot.owner = unit
-            slot.gather = self.lane.all_gather(unit.copy_in_shards(self.lane))
+            slot.gather = self._lanes[unit].all_gather(unit.copy_in_shards(self._lanes[unit]))
         unit.evicted = False
 
     def _wait_for_unshard(self, unit: Unit) -> None:
@@ -310,7 +313,7 @@ class Engine:
         if unit.requires_sync:
             self.agreement.note("gradients", unit)
             with span("post_backward_reduce", unit):
-                slot.reduction = (unit, self.lane.reduce_scatter(unit.zero_missing_gradients()))
+                slot.reduction = (unit, self._lanes[unit].reduce_scatter(unit.zero_missing_gradients()))
         else:
             with span("post_backward_accumulate", unit):
                 unit.keep_unreduced()
@@ -321,7 +324,7 @@ class Engine:
         if slot.reduction is not None:
             unit, token = slot.reduction
             token.wait()
-            unit.accumulate_reduced(self.lane)
+            unit.accumulate_reduced(self._lanes[unit])
             slot.reduction = None
 
     def _finish_reductions(self) -> None:
@@ -329,6 +332,10 @@ class Engine:
             if slots.gradients.reduction is not None:
                 with span("post_backward_rs_wait", slots.gradients.reduction[0]):
                     self._finish_reduction(slots.gradients)
+
+    def _wait_for_copies(self) -> None:
+        for lane in set(self._lanes.values()):
+            lane.wait_for_copies()
 
     def _queue_callback(self) -> None:
         """Call `_finish_backward` at the end of the current outermost backward pass."""
@@ -348,7 +355,7 @@ class Engine:
             self.agreement.publish(due)
             self._finish_reductions()
             self.agreement.compare_at_once()
-            self.lane.wait_for_copies()
+            self._wait_for_copies()
             unused = self.agreement.unused_parameters(due)
             for unit in due:
                 unit.publish_gradients(unused[unit])

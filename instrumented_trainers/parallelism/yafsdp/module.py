@@ -57,6 +57,17 @@ class YaFSDPModule:
         for unit in self._units() if recurse else [self._yafsdp_unit]:
             unit.requires_sync = requires_gradient_sync or not unit.keeps_whole_gradients
 
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide this module's own summed gradients by `factor` instead of the number of ranks that it is sharded over.
+
+        As FSDP2's method of this name: for experts that are divided over data-parallel ranks, whose gradients hold
+        the tokens of more ranks than have the same experts. Raises ValueError unless it is positive.
+        """
+        if not factor > 0:
+            raise ValueError(f"YaFSDP: gradients cannot be divided by {factor:g}: takes more than 0")
+        for flat in self._yafsdp_unit.flats:
+            flat.divisor = factor
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients of this module so that their norm over all ranks is at most `max_norm`.
 

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import OffloadPolicy
 
 from instrumented_trainers.parallelism.yafsdp.buffers import Slots, regions
 from instrumented_trainers.parallelism.yafsdp.communication_lane import Lane, Ranks
+from instrumented_trainers.parallelism.yafsdp.dtensor_parameters import local_part
 from instrumented_trainers.parallelism.yafsdp.flat_parameters import FlatParameters, ShardMemory, Sites, UnitParameter
 from instrumented_trainers.parallelism.yafsdp.mixed_precision import MixedPrecisionPolicy
 from instrumented_trainers.parallelism.yafsdp.shard_tensor import plain_tensors
@@ -147,6 +148,7 @@ class Unit:
 
     def is_weight(self, tensor: Tensor) -> bool:
         """Return whether the tensor lies in the buffer of the unit's unsharded weights."""
+        tensor = local_part(tensor)
         if self.slots is None or tensor.device != self.device or tensor.layout is not torch.strided:
             return False
         return tensor.untyped_storage().data_ptr() == self.slots.weights.buffer.untyped_storage().data_ptr()
