@@ -68,10 +68,13 @@ def fully_shard(
 
     `mesh` has one dim, the ranks to shard over, or two: how many replicas of the shards there are, and the ranks to
     shard over (hybrid sharding, HSDP); without it, all ranks are sharded over. Shards have the dtype of their
-    parameters; precision of computation and reduction is `mp_policy`'s. Frozen parameters have no gradient shard and
-    are not reduced: freeze them before. The parameters in `left_out` belong to the enclosing unit: norms, for example,
-    which the root then gathers once a step for all layers. Each rank must run the same units in the same order; within
-    a unit, ranks may use different parameters.
+    parameters; precision of computation and reduction is that of `mp_policy`, which may be FSDP2's. Frozen parameters
+    have no gradient shard and are not reduced: freeze them before. The parameters in `left_out` belong to the enclosing
+    unit: norms, for example, which the root then gathers once a step for all layers. Each rank must run the same units
+    in the same order; within a unit, ranks may use different parameters.
+
+    Parameters that are DTensors, as of tensor or expert parallelism over other ranks, stay such in the modules: this
+    rank's part of each is sharded. A unit of experts may have a mesh of some of the root's ranks.
 
     With ``offload_policy=CPUOffloadPolicy()`` (FSDP2's own) shards of weights and gradients lie in host memory, pinned
     for CUDA, and so does the optimizer's state, which steps them there. Copies run on a CUDA stream of their own; the
@@ -103,9 +106,8 @@ def fully_shard(
     device = device_of(mesh)
     parameters = _own_parameters(module, left_out)
     _refuse_unsupported(module, parameters, ranks)
-    unit = Unit(
-        module, parameters, ranks=ranks, device=device, policy=mp_policy, buffers=buffers, offload=offload_policy
-    )
+    policy = MixedPrecisionPolicy.of(mp_policy)
+    unit = Unit(module, parameters, ranks=ranks, device=device, policy=policy, buffers=buffers, offload=offload_policy)
     replace_functions(unit)
     _hook_optimizers()
     unit.owns_slots, unit.left_out = reshard_after_forward is False, bool(left_out)
