@@ -33,6 +33,7 @@ class RankAgreement:
         self._values = torch.ones(len(self._flag) + 2, dtype=torch.int32, device=device)
         # Pinned, so that the host does not wait for the copy; it is over when the values of this pass are compared.
         self._sent = torch.zeros(2, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._sent_values = self._sent.numpy()
         self._checksum = 0
         self._pending: PendingCollective | None = None
         self._read: DelayedRead | None = None
@@ -56,7 +57,7 @@ class RankAgreement:
             for parameter in unit.without_gradient:
                 self._values[self._flag[parameter]] = 0
         checksum, self._checksum = self._checksum >> 1, 0  # int32 holds 31 bits and their negative
-        self._sent[0], self._sent[1] = checksum, -checksum
+        self._sent_values[:] = checksum, -checksum
         self._values[-2:].copy_(self._sent, non_blocking=True)
         self._pending = self._lane.all_reduce_max(self._values)
         self._read = self._lane.read_later(self._values[-2:], self._pending)

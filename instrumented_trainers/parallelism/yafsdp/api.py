@@ -29,7 +29,7 @@ from instrumented_trainers.parallelism.yafsdp.optimizer_support import (
     refuse_whole_tensor_optimizer,
     units_of,
 )
-from instrumented_trainers.parallelism.yafsdp.refusals import refuse_training_unsharded
+from instrumented_trainers.parallelism.yafsdp.refusals import refuse_training_unsharded, refuse_unreduced_gradients
 from instrumented_trainers.parallelism.yafsdp.shard_tensor import Shard
 from instrumented_trainers.parallelism.yafsdp.sharded_functions import replace_functions
 from instrumented_trainers.parallelism.yafsdp.unit import Unit, UnitEngine
@@ -53,6 +53,7 @@ def fully_shard(
     buffers: int = 2,
     left_out: Collection[nn.Parameter] = (),
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 -- it has no fields
+    keep_whole_gradients: bool = False,
 ) -> nn.Module:
     """Shard the parameters of `module` that no unit inside it has, as one flat tensor, and return the module.
 
@@ -74,6 +75,9 @@ def fully_shard(
     With ``offload_policy=CPUOffloadPolicy()`` (FSDP2's own) shards of weights and gradients lie in host memory, pinned
     for CUDA, and so does the optimizer's state, which steps them there. Copies run on a CUDA stream of their own; the
     host waits for them at the end of forward and of backward.
+
+    With `keep_whole_gradients`, micro-batches after ``set_requires_gradient_sync(False)`` are not reduced: each rank
+    adds up whole gradients, in memory of their own, until a backward pass with sync. It saves communication.
 
     A module on the meta device is sharded without ever having its weights: give it shards by ``to_empty`` and then
     weights by a checkpoint, or both by `materialize`.
@@ -104,6 +108,7 @@ def fully_shard(
     replace_functions(unit)
     _hook_optimizers()
     unit.owns_slots, unit.left_out = reshard_after_forward is False, bool(left_out)
+    unit.keeps_whole_gradients = keep_whole_gradients
     for parameter in parameters:
         setattr(parameter, SHARDED_IN, type(module).__name__)
     for buffer in module.buffers():
@@ -252,6 +257,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         _known.add(optimizer)
     if not units:
         return None
+    for unit in units:
+        refuse_unreduced_gradients(unit)
     for engine in {unit.engine for unit in units} - {None}:
         engine.note_step()  # type: ignore[union-attr]
     if isinstance(optimizer, WholeTensorOptimizer):

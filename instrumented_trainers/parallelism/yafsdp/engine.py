@@ -307,9 +307,13 @@ class Engine:
         assert unit.slots is not None
         slot = unit.slots.gradients
         self._finish_reduction(slot)  # another unit's, if this one has written no gradient
-        self.agreement.note("gradients", unit)
-        with span("post_backward_reduce", unit):
-            slot.reduction = (unit, self.lane.reduce_scatter(unit.zero_missing_gradients()))
+        if unit.requires_sync:
+            self.agreement.note("gradients", unit)
+            with span("post_backward_reduce", unit):
+                slot.reduction = (unit, self.lane.reduce_scatter(unit.zero_missing_gradients()))
+        else:
+            with span("post_backward_accumulate", unit):
+                unit.keep_unreduced()
         slot.owner = None
         slot.written.clear()
 
@@ -336,6 +340,8 @@ class Engine:
         """Reduce the remaining units (those whose inputs need no gradient, such as the root) and publish gradients."""
         with record_function("YaFSDP::root_post_backward_callback"):
             for unit in reversed(self.units):
+                if unit.requires_sync and unit.has_unreduced:  # and has not run in this pass
+                    self._take_gradient_slot(unit)
                 self._post_backward(unit)
                 unit.uses_left = 0
             due = [unit for unit in self.units if self._has_new_gradients(unit)]
@@ -346,6 +352,8 @@ class Engine:
             unused = self.agreement.unused_parameters(due)
             for unit in due:
                 unit.publish_gradients(unused[unit])
+            for unit in self.units:
+                unit.show_unreduced()
             self._reshard_all()
             self.order.reset_backward()
             self._callback_queued = False

@@ -132,6 +132,11 @@ class FlatParameters:
         self.incoming: Tensor | None = None
         """A gradient on its way to host memory, to be added to one that is there; allocated when first needed."""
         self._has_incoming = False
+        self._unreduced: Tensor | None = None
+        """Whole gradients of this rank, of backward passes without sync."""
+        self.has_unreduced = False
+        self._shown_unreduced: set[UnitParameter] = set()
+        """The parameters whose gradient stands for such ones: where a program has cleared it, they are dropped."""
         self._weights_hidden = False
         self.whole_weights: Tensor | None = None
         """The unsharded weights, flat: a part of the unit's weight slot."""
@@ -278,6 +283,53 @@ class FlatParameters:
         buffer[self.layout.used_numel :].zero_()
 
     @torch.no_grad()
+    def keep_unreduced(self, buffer: Tensor) -> None:
+        """Add the gradients in the buffer to those that wait for a backward pass with sync."""
+        if self.has_unreduced:
+            self._drop_cleared()
+        if self._unreduced is None:
+            self._unreduced = buffer.clone()
+        elif self.has_unreduced:
+            self._unreduced.add_(buffer)
+        else:
+            self._unreduced.copy_(buffer)
+        self.has_unreduced = True
+
+    @torch.no_grad()
+    def add_unreduced(self, buffer: Tensor) -> None:
+        """Add the gradients that wait to those in the buffer, which are to be reduced."""
+        if self.has_unreduced:
+            self._drop_cleared()
+            assert self._unreduced is not None
+            buffer.add_(self._unreduced)
+            self.has_unreduced = False
+
+    def _drop_cleared(self) -> None:
+        assert self._unreduced is not None
+        with plain_tensors():
+            for parameter in self._shown_unreduced:
+                if parameter.shard.grad is None:
+                    self._unreduced[parameter.span].zero_()
+        self._shown_unreduced.clear()
+
+    @torch.no_grad()
+    def show_unreduced(self, with_gradient: Collection[UnitParameter]) -> None:
+        """Let parameters whose gradient waits have one, of what is reduced so far: a program may clear it."""
+        self._adopt_gradients()
+        with plain_tensors():
+            for parameter, local in self._gradient_parts():
+                if parameter in with_gradient:
+                    self._shown_unreduced.add(parameter)
+                    if parameter.shard.grad is None:
+                        parameter.shard.grad = Shard.of(local, parameter.place)
+
+    @property
+    def awaits_reduction(self) -> bool:
+        """Return whether gradients wait for a backward pass with sync that no program has cleared."""
+        with plain_tensors():
+            return self.has_unreduced and any(p.shard.grad is not None for p in self._shown_unreduced)
+
+    @torch.no_grad()
     def accumulate_reduced(self, lane: Lane, buffer: Tensor, *, is_first: bool) -> None:
         """Add the mean over ranks to the gradient shard; this rank's chunk of `buffer` is the sum.
 
@@ -326,8 +378,9 @@ class FlatParameters:
             self._has_incoming = False
 
     def discard_gradients(self) -> None:
-        """Forget a gradient that is on its way."""
-        self._has_incoming = False
+        """Forget a gradient that is on its way, and those that wait for a backward pass with sync."""
+        self._has_incoming = self.has_unreduced = False
+        self._shown_unreduced.clear()
 
     def _adopt_gradients(self) -> bool:
         """Make the gradient shard equal to what the optimizer sees of it, zero where it sees none.

@@ -65,6 +65,9 @@ class Unit:
         self.left_out = False
         """Whether the module has parameters that were left for a unit around it."""
         self.owns_slots = False
+        self.keeps_whole_gradients = False
+        """Whether backward passes without sync add up whole gradients instead of reducing them."""
+        self.requires_sync = True
         self._begin([FlatParameters(group, ranks, device, policy=policy, home=home) for group in _groups(parameters)])
 
     def _begin(self, flats: Iterable[FlatParameters]) -> None:
@@ -243,7 +246,30 @@ class Unit:
         buffers = [self._whole_gradients(flat) for flat in self._reduced]
         for flat, buffer in zip(self._reduced, buffers, strict=True):
             flat.zero_missing_gradients(buffer, self.slots.gradients.written)
+            if self.requires_sync:
+                flat.add_unreduced(buffer)
         return buffers
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Return whether gradients wait for a backward pass with sync: the same on all ranks."""
+        return any(flat.has_unreduced for flat in self.flats)
+
+    @property
+    def awaits_reduction(self) -> bool:
+        """Return whether any of them would be missing in an optimizer step."""
+        return any(flat.awaits_reduction for flat in self.flats)
+
+    def keep_unreduced(self) -> None:
+        """Add the gradients in the buffer to those that wait for a backward pass with sync."""
+        for buffer, flat in zip(self.zero_missing_gradients(), self._reduced, strict=True):
+            flat.keep_unreduced(buffer)
+
+    def show_unreduced(self) -> None:
+        """Let parameters whose gradient waits have one, which a program may clear."""
+        for flat in self.flats:
+            if flat.has_unreduced:
+                flat.show_unreduced(self.with_gradient)
 
     @torch.no_grad()
     def accumulate_reduced(self, lane: Lane) -> None:

@@ -200,9 +200,9 @@ def _swallows(lane: Ints, start: Ints, dur: Ints) -> Flags:
 
 
 def _leaving(host: Host) -> tuple[Ints, Ints]:
-    """Host slices that end after one in which they began, and contain what follows that one on the thread; and that one.
+    """Host slices that end after one in which they began, and contain what follows that one; and the latter.
 
-    Both are sorted by the former: one row per pair.
+    A row of both arrays is a pair; they are sorted by the former.
 
     What need not nest: calls of Python, whose ends are not exact; calls of the runtime, which have a clock of their own
     in recordings of 2021; and collectives of gloo, which end when their data has arrived.
