@@ -49,8 +49,8 @@ def test_four_ranks_of_eight_get_the_bandwidth_of_three_links(traces):
 @pytest.mark.parametrize("times", [1, 10])
 def test_all_reduces_at_a_tenth_of_the_rate_are_implausible(traces, times):
     run = drawn_traces.run(*(slowed(trace, times) for trace in traces))
-    (found,) = check(run, [ExposedCommunication(max_exposed_ratio=0.0)]).findings
-    assert ("inside a node, where a device's links carry 192 GB/s to the other 3 ranks." in found.message) == (
-        times > 1
-    )
-    assert found.severity == (Severity.WARNING if times > 1 else Severity.INFO)
+    (exposed,) = check(run, [ExposedCommunication(max_exposed_ratio=0.0)]).findings
+    is_named = "inside a node, where a device's links carry 192 GB/s to the other 3 ranks." in exposed.message
+    assert is_named == (times > 1)
+    # All times grow alike, compute included: without these transfers a step is 0.1% shorter in both.
+    assert exposed.severity == Severity.INFO

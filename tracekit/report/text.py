@@ -184,14 +184,16 @@ def metric_cells(gate: CheckResult, compared: Comparison) -> Cells:
 
 
 def _run_line(run: Run) -> Line:
-    """What run it is, and its step time."""
-    step_ns = breakdown.step_time_ns(run)
+    """What run it is, and its mean step, of which savings are shares; the median where it differs as printed."""
+    mean_ns, median_ns = breakdown.mean_step_ns(run), breakdown.step_time_ns(run)
     parts = [phrases.subtitle(run)]
-    if step_ns is not None:
+    if mean_ns is not None and median_ns is not None:
         noun, per = ("iteration", "an iteration") if has_found_iterations(run) else ("step", "a step")
         steps = units.numbers(noun, breakdown.slowest_device_by_step(run)["step"].drop_nulls().unique().sort())
         found = ", found by repetition" if noun == "iteration" else ""
-        parts.append(f"{units.duration(step_ns)} {per}" + (f" ({steps}{found})" if steps else ""))
+        mean, median = units.duration(mean_ns), units.duration(median_ns)
+        times = f"{mean} {per}" + (f", median {median}" if median != mean else "")
+        parts.append(times + (f" ({steps}{found})" if steps else ""))
     else:
         parts.append("no steps are marked")
     return line((run.name, Emphasis.STRONG), f"  {' · '.join(filter(None, parts))}")

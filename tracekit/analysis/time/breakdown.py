@@ -252,6 +252,19 @@ def step_time_ns(run: Run) -> float | None:
     return None if slowest.is_empty() else float(slowest.select(pl.col("duration_ns").median()).item())
 
 
+def mean_step_ns(run: Run) -> float | None:
+    """Mean step in ns: time of each window's slowest rank over the number of steps; savings are shares of it.
+
+    It is below the median of `step_time_ns` where the ranks take turns at being the slowest. None without steps.
+    """
+    steps = slowest_device_by_step(run).drop_nulls("step")
+    if steps.is_empty():
+        return None
+    totals = steps.group_by("window", "rank").agg(pl.col("duration_ns").sum())
+    slowest = totals.group_by("window").agg(pl.col("duration_ns").max())
+    return float(slowest.select(pl.col("duration_ns").sum()).item()) / steps.select("window", "step").n_unique()
+
+
 def step_times(run: Run) -> pl.DataFrame:
     """Slowest rank's device window of each step. Columns window, step, duration_ns; in order."""
     steps = run.table(by_step).drop_nulls("step")
