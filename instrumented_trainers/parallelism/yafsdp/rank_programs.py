@@ -53,7 +53,9 @@ def answer_others() -> None:
     store = dist.distributed_c10d._get_default_store()
     if any(other is store for other in _stores):
         return
+    global _numbers
     _stores.append(store)
+    _numbers = itertools.count(1)
     _done.clear()
     _models.clear()
     own_connection = store.clone()  # a thread that used the main one's would make it wait
@@ -90,9 +92,9 @@ def _answer(store: Any, rank: int) -> None:
     while not pause.wait(_POLL_S):
         try:
             asks = store.add("yafsdp/asks", 0)
-            if asks > answered:
-                answered = asks
-                store.set(_key(asks, rank), "\n".join(f"{number} {what}" for number, what in tuple(_done)))
+            for ask in range(answered + 1, asks + 1):  # several ranks may ask at once
+                store.set(_key(ask, rank), "\n".join(f"{number} {what}" for number, what in tuple(_done)))
+            answered = asks
         except RuntimeError:  # the store ended before this process
             return
 
