@@ -63,13 +63,9 @@ def axe():
 
 
 @pytest.fixture(scope="module")
-def visited(chromium, server):
+def visited(tab, server):
     """Return one page for all tests: to load it again would cost more CPU time than all that they do with it."""
-    for context in conftest._context(chromium):
-        page = context.new_page()
-        page.goto(f"{server.url}/?run={recorded.GOOD}")
-        page.locator(".tk-verdict").wait_for()
-        yield page
+    yield from conftest.stay_open(tab, f"{server.url}/?run={recorded.GOOD}")
 
 
 def _open(page, server, address, title):
