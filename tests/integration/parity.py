@@ -48,6 +48,8 @@ class Case:
     offload: bool = False
     """Whether shards lie in host memory."""
     micro_batches: int = 1
+    whole_gradients: bool = False
+    """Whether micro-batches but the last add up whole gradients and are not reduced."""
     max_norm: float | None = None
     passes: int = 1
     """How many forward passes, on different data, one backward pass goes through."""
@@ -106,7 +108,12 @@ def shard(toy: nn.Module, case: Case) -> nn.Module:
     """Shard the toy as the case says."""
     mesh = _mesh(case)
     offload = CPUOffloadPolicy() if case.offload else OffloadPolicy()
-    options = {"mp_policy": case.policy, "buffers": case.buffers, "offload_policy": offload}
+    options = {
+        "mp_policy": case.policy,
+        "buffers": case.buffers,
+        "offload_policy": offload,
+        "keep_whole_gradients": case.whole_gradients,
+    }
     inner: list[nn.Module] = []
     if case.units == "nested":
         inner += [layer.feed_forward for layer in toy.layers]

@@ -4,12 +4,14 @@ import dataclasses
 import functools
 import gc
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+from instrumented_trainers import parallelism
 from instrumented_trainers.model_config import ModelConfig
 from instrumented_trainers.parallelism import ShardOptions
 from tests.integration import parity, training
@@ -74,6 +76,40 @@ def memory(strategy: str, micro_batches: int) -> Memory:
     )
 
 
+# Runtime calls by which the host waits for the device, or for memory of it or of the host's that is pinned.
+BLOCKING_CALLS = frozenset(
+    ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy", "cudaMalloc", "cudaHostAlloc", "cudaFree")
+)
+
+
+def blocking_calls(micro_batches: int) -> Counter[str]:
+    """Blocking calls of the runtime in steady steps, from a profile."""
+    case = Training("yafsdp", "fused adamw", dtype=torch.float32, config=CONFIG, device="cuda")
+    model, optimizer = training.build(case)
+    tokens = torch.randint(CONFIG.vocabulary, (2, 16), device="cuda")
+
+    def step() -> None:
+        for _ in range(micro_batches):
+            model(tokens).float().square().mean().backward()
+        parallelism.clip_grad_norm(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(WARM_UP_STEPS):
+        step()
+    torch.cuda.synchronize()
+    with torch.profiler.profile() as profile:
+        for _ in range(STEPS):
+            with torch.profiler.record_function("steady step"):
+                step()
+    steps = [event.time_range for event in profile.events() if event.name == "steady step"]
+    return Counter(
+        event.name
+        for event in profile.events()
+        if event.name in BLOCKING_CALLS and any(step.start <= event.time_range.start <= step.end for step in steps)
+    )
+
+
 def differences(cases: dict[str, Case]) -> dict[str, parity.Difference | str]:
     """Compare all cases in this process group: its communicators, over sockets, take seconds. Text: what one raised."""
     found: dict[str, parity.Difference | str] = {}
@@ -92,6 +128,7 @@ def outcomes() -> dict[str, process_group.Outcome]:
         for name in ("yafsdp", "fsdp2")
         for count in (1, 2)
     }
+    cases |= {f"blocking calls, {count}": functools.partial(blocking_calls, count) for count in (1, 2)}
     wrong = {"divisor off by a thousandth": Case(divisor_error=1.001)}
     cases["parity"] = functools.partial(differences, CASES | wrong)
     return process_group.run_cases(WORLD_SIZE, cases, cuda=True, timeout_s=560)
@@ -139,3 +176,9 @@ def test_needs_less_memory_than_fsdp2_where_gradients_add_up() -> None:
 def test_asks_the_device_for_no_memory_after_warm_up(micro_batches: int) -> None:
     for yafsdp, _ in pairs(micro_batches):
         assert yafsdp.device_allocations == 0
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_steady_step_makes_the_host_wait_for_nothing(micro_batches: int) -> None:
+    for calls in outcomes()[f"blocking calls, {micro_batches}"].results():
+        assert not calls

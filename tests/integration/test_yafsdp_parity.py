@@ -47,6 +47,18 @@ CASES = {path: Case(path) for path in PATHS} | {
     "three micro-batches": Case(micro_batches=3),
     "three micro-batches, reused, tied": Case("reused", micro_batches=3, tied=True),
     "three micro-batches, checkpointed": Case("reentrant checkpoint of 2", micro_batches=3),
+    "three micro-batches, one reduction": Case(micro_batches=3, whole_gradients=True, max_norm=0.1),
+    "three micro-batches, one reduction, reused, tied": Case(
+        "reused", micro_batches=3, whole_gradients=True, tied=True
+    ),
+    "micro-batches, one reduction, spare on one rank": Case("spare on one rank", micro_batches=2, whole_gradients=True),
+    "micro-batches, one reduction, checkpointed": Case(
+        "reentrant checkpoint of 2", micro_batches=2, whole_gradients=True, passes=2
+    ),
+    "micro-batches, one reduction, conditional, offloaded": Case(
+        "conditional", micro_batches=3, whole_gradients=True, offload=True, clear_every=2
+    ),
+    "replicated shards, micro-batches, one reduction": Case(replicas=2, micro_batches=2, whole_gradients=True),
     "two passes forward, one back": Case(passes=2),
     "two passes forward, a backward each": Case(passes=2, backwards="each"),
     "backward twice through one pass": Case(backwards="two"),
@@ -96,6 +108,8 @@ LIKE_ANOTHER = {
     "evaluation in between, conditional",
     "three buffers, conditional",
     "offloaded, from the meta device",
+    "three micro-batches, one reduction, reused, tied",
+    "micro-batches, one reduction, checkpointed",
 }
 EVERYDAY = {
     *((1, name) for name in ("plain", "offloaded")),

@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from instrumented_trainers.parallelism.options import device_of
 from instrumented_trainers.parallelism.yafsdp.checkpoint import hook_model, hook_optimizer
 from instrumented_trainers.parallelism.yafsdp.communication_lane import Ranks
+from instrumented_trainers.parallelism.yafsdp.dtensor_parameters import refuse_division
 from instrumented_trainers.parallelism.yafsdp.engine import Engine
 from instrumented_trainers.parallelism.yafsdp.mixed_precision import MixedPrecisionPolicy
 from instrumented_trainers.parallelism.yafsdp.module import YaFSDPModule
@@ -27,9 +28,10 @@ from instrumented_trainers.parallelism.yafsdp.optimizer_support import (
     end_plain_step,
     refuse_originals,
     refuse_whole_tensor_optimizer,
+    step_description,
     units_of,
 )
-from instrumented_trainers.parallelism.yafsdp.refusals import refuse_training_unsharded
+from instrumented_trainers.parallelism.yafsdp.refusals import refuse_training_unsharded, refuse_unreduced_gradients
 from instrumented_trainers.parallelism.yafsdp.shard_tensor import Shard
 from instrumented_trainers.parallelism.yafsdp.sharded_functions import replace_functions
 from instrumented_trainers.parallelism.yafsdp.unit import Unit, UnitEngine
@@ -53,6 +55,7 @@ def fully_shard(
     buffers: int = 2,
     left_out: Collection[nn.Parameter] = (),
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 -- it has no fields
+    keep_whole_gradients: bool = False,
 ) -> nn.Module:
     """Shard the parameters of `module` that no unit inside it has, as one flat tensor, and return the module.
 
@@ -66,14 +69,20 @@ def fully_shard(
 
     `mesh` has one dim, the ranks to shard over, or two: how many replicas of the shards there are, and the ranks to
     shard over (hybrid sharding, HSDP); without it, all ranks are sharded over. Shards have the dtype of their
-    parameters; precision of computation and reduction is `mp_policy`'s. Frozen parameters have no gradient shard and
-    are not reduced: freeze them before. The parameters in `left_out` belong to the enclosing unit: norms, for example,
-    which the root then gathers once a step for all layers. Each rank must run the same units in the same order; within
-    a unit, ranks may use different parameters.
+    parameters; precision of computation and reduction is that of `mp_policy`, which may be FSDP2's. Frozen parameters
+    have no gradient shard and are not reduced: freeze them before. The parameters in `left_out` belong to the enclosing
+    unit: norms, for example, which the root then gathers once a step for all layers. Each rank must run the same units
+    in the same order; within a unit, ranks may use different parameters.
+
+    Parameters that are DTensors, as of tensor or expert parallelism over other ranks, stay such in the modules: this
+    rank's part of each is sharded. A unit of experts may have a mesh of some of the root's ranks.
 
     With ``offload_policy=CPUOffloadPolicy()`` (FSDP2's own) shards of weights and gradients lie in host memory, pinned
     for CUDA, and so does the optimizer's state, which steps them there. Copies run on a CUDA stream of their own; the
     host waits for them at the end of forward and of backward.
+
+    With `keep_whole_gradients`, micro-batches after ``set_requires_gradient_sync(False)`` are not reduced: each rank
+    adds up whole gradients, in memory of their own, until a backward pass with sync. It saves communication.
 
     A module on the meta device is sharded without ever having its weights: give it shards by ``to_empty`` and then
     weights by a checkpoint, or both by `materialize`.
@@ -97,13 +106,13 @@ def fully_shard(
     ranks = Ranks.of(mesh)
     device = device_of(mesh)
     parameters = _own_parameters(module, left_out)
-    _refuse_unsupported(module, parameters)
-    unit = Unit(
-        module, parameters, ranks=ranks, device=device, policy=mp_policy, buffers=buffers, offload=offload_policy
-    )
+    _refuse_unsupported(module, parameters, ranks)
+    policy = MixedPrecisionPolicy.of(mp_policy)
+    unit = Unit(module, parameters, ranks=ranks, device=device, policy=policy, buffers=buffers, offload=offload_policy)
     replace_functions(unit)
     _hook_optimizers()
     unit.owns_slots, unit.left_out = reshard_after_forward is False, bool(left_out)
+    unit.keeps_whole_gradients = keep_whole_gradients
     for parameter in parameters:
         setattr(parameter, SHARDED_IN, type(module).__name__)
     for buffer in module.buffers():
@@ -144,7 +153,9 @@ def _own_parameters(
     return dict(sites)
 
 
-def _refuse_unsupported(module: nn.Module, parameters: dict[nn.Parameter, list[tuple[nn.Module, str]]]) -> None:
+def _refuse_unsupported(
+    module: nn.Module, parameters: dict[nn.Parameter, list[tuple[nn.Module, str]]], ranks: Ranks
+) -> None:
     kind = type(module).__name__
     for parameter, sites in parameters.items():
         name = f"parameter {sites[0][1]!r} of {type(sites[0][0]).__name__} in {kind}"
@@ -158,11 +169,7 @@ def _refuse_unsupported(module: nn.Module, parameters: dict[nn.Parameter, list[t
                 f"YaFSDP: {name} is tied to one that the unit of {other} has; parameters that are tied must be in one "
                 "unit, so shard a module that holds both places, or neither"
             )
-        if isinstance(parameter, DTensor):
-            raise NotImplementedError(
-                f"YaFSDP: {name} is a DTensor, as torch's tensor parallelism makes them; YaFSDP shards plain tensors "
-                "only, such as those of instrumented_trainers.parallelism.tensor"
-            )
+        refuse_division(parameter, name, [group for group in (ranks.shards, ranks.replicas) if group is not None])
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise NotImplementedError(
                 f"YaFSDP: {name} has a hook on its gradient, which would be lost with the whole parameter; register it "
@@ -175,7 +182,7 @@ def _refuse_unsupported(module: nn.Module, parameters: dict[nn.Parameter, list[t
 
 def _refuse_changing_weights(parameter: nn.Parameter, sites: list[tuple[nn.Module, str]], name: str) -> None:
     """Raise NotImplementedError for a parameter whose class, dtype or module does what a shard of it would not."""
-    if type(parameter) is not nn.Parameter:
+    if type(parameter) not in (nn.Parameter, DTensor):
         raise NotImplementedError(
             f"YaFSDP: {name} is of the class {type(parameter).__name__}, which a shard of it would not be; shard plain "
             "parameters"
@@ -252,8 +259,11 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         _known.add(optimizer)
     if not units:
         return None
+    for unit in units:
+        refuse_unreduced_gradients(unit)
+    what = step_description(optimizer)
     for engine in {unit.engine for unit in units} - {None}:
-        engine.note_step()  # type: ignore[union-attr]
+        engine.note(what)  # type: ignore[union-attr]
     if isinstance(optimizer, WholeTensorOptimizer):
         return None
     hook_optimizer(optimizer)
@@ -295,11 +305,18 @@ def _check_units(units: list[Unit]) -> None:
             "YaFSDP: the model has no weights yet, only shapes; call yafsdp.materialize(model), or to_empty and load a "
             "checkpoint, before it runs"
         )
-    if len({(unit.buffers, unit.device, unit.shard_device, unit.ranks.members) for unit in units}) > 1:
+    if len({(unit.buffers, unit.device, unit.shard_device) for unit in units}) > 1:
         raise ValueError(
-            "YaFSDP: all units of a model must have the same mesh, the same number of buffers and the same "
+            "YaFSDP: all units of a model must have the same device, the same number of buffers and the same "
             "offload_policy"
         )
+    ranks_of_root = set(units[0].ranks.all)
+    for unit in units:
+        if not ranks_of_root.issuperset(unit.ranks.all):
+            raise ValueError(
+                f"YaFSDP: {unit.name} is sharded over ranks {sorted(unit.ranks.all)}, but the root over "
+                f"{sorted(ranks_of_root)}: a unit inside takes some of the root's ranks, as experts do, and no others"
+            )
 
 
 def _find_outer_units(module: nn.Module, around: Unit | None) -> None:

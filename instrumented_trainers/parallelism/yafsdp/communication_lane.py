@@ -64,6 +64,11 @@ class Ranks:
         return self.shards.size() * (self.replicas.size() if self.replicas is not None else 1)
 
     @property
+    def all(self) -> tuple[int, ...]:
+        """Return the global numbers of the ranks that this one shares a coordinate with."""
+        return tuple(dict.fromkeys(rank for group in self.members for rank in group))
+
+    @property
     def members(self) -> tuple[tuple[int, ...], ...]:
         """Return the global numbers of the ranks; equal for two groups of the same ranks."""
         groups = (self.shards, self.replicas)
@@ -197,8 +202,8 @@ class _HybridReduction:
 class CudaStreamLane(Lane):
     """For CUDA: one high-priority stream, ordered against the computing stream by events. The host never waits.
 
-    Copies from and to host memory run on a stream of their own, so that the copies of one unit overlap the collectives
-    of another.
+    Sums over replicas run on a second one. Copies from and to host memory run on a stream of their own, so that the
+    copies of one unit overlap the collectives of another.
 
     The tensors must outlive their use on the stream: buffers that live as long as the model do, others would need
     ``record_stream``.
@@ -209,6 +214,8 @@ class CudaStreamLane(Lane):
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         super().__init__(ranks)
         self.stream = torch.cuda.Stream(device, priority=-1)
+        # Another communicator than the shards': its sums of one unit overlap the next unit's reduce-scatter.
+        self._replica_stream = torch.cuda.Stream(device, priority=-1) if ranks.replicas is not None else None
         self._copies: torch.cuda.Stream | None = None
         self._on_host: Tensor | None = None
         """Pinned memory for values that are read later: each time after those of the last time have been read."""
@@ -224,10 +231,15 @@ class CudaStreamLane(Lane):
         def sum_up() -> None:
             for buffer in buffers:
                 _reduce_scatter(self.chunk(buffer), buffer, group=self.ranks.shards)
-                if self.ranks.replicas is not None and over_replicas:
-                    dist.all_reduce(self.chunk(buffer), group=self.ranks.replicas)
 
-        return self._issue(sum_up)
+        sums = self._issue(sum_up)
+        if self._replica_stream is None or not over_replicas:
+            return sums
+        self._replica_stream.wait_stream(self.stream)
+        with torch.cuda.stream(self._replica_stream):
+            for buffer in buffers:
+                dist.all_reduce(self.chunk(buffer), group=self.ranks.replicas)
+        return _StreamEvent(self._replica_stream)
 
     def all_reduce_max(self, values: Tensor) -> PendingCollective:
         def over_all() -> None:

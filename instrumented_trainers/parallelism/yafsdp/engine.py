@@ -33,7 +33,7 @@ from instrumented_trainers.parallelism.yafsdp.communication_lane import lane_for
 from instrumented_trainers.parallelism.yafsdp.execution_order import ExecutionOrder
 from instrumented_trainers.parallelism.yafsdp.flat_parameters import UnitParameter
 from instrumented_trainers.parallelism.yafsdp.mixed_precision import tensors_in
-from instrumented_trainers.parallelism.yafsdp.rank_programs import answer_others
+from instrumented_trainers.parallelism.yafsdp.rank_programs import answer_others, compare_models
 from instrumented_trainers.parallelism.yafsdp.refusals import (
     refuse_absent_weights,
     refuse_changed_weights,
@@ -58,9 +58,12 @@ class Engine:
         slots of their own.
         """
         self.root, self.units = root, tuple(units)
-        self.lane = lane_for(root.device, root.ranks)
+        members = {unit.ranks.members: unit.ranks for unit in self.units}
+        lanes = {ranks: lane_for(root.device, group) for ranks, group in members.items()}
+        self._lanes = {unit: lanes[unit.ranks.members] for unit in self.units}
+        """Of each unit: experts may be sharded over other ranks than the rest."""
         self.order: ExecutionOrder[Unit] = ExecutionOrder()
-        self.agreement = RankAgreement(self.units, self.lane)
+        self.agreement = RankAgreement(self.units, self._lanes[root])
         filled = [unit for unit in self.units if unit.weight_bytes]
         self.shared_slots = allocate([unit for unit in filled if not unit.owns_slots], root.buffers)
         self.own_slots = {unit: allocate([unit], 1)[0] for unit in filled if unit.owns_slots}
@@ -70,6 +73,10 @@ class Engine:
         for unit in self.units:
             unit.engine = self
         answer_others()
+        description = [unit.description for unit in self.units]
+        for group in (root.ranks.shards, root.ranks.replicas):
+            if group is not None:
+                compare_models(description, group)
 
     @property
     def slots(self) -> tuple[Slots[Unit], ...]:
@@ -106,7 +113,7 @@ class Engine:
                     setattr(tensor, _HOOKED, tensor.grad_fn)
                     self._hook_backward(unit, tensor)
         if unit is self.root:
-            self.lane.wait_for_copies()  # the caller may change the shards
+            self._wait_for_copies()  # the caller may change the shards
         return outputs
 
     def _hook_backward(self, unit: Unit, tensor: Tensor) -> None:
@@ -152,9 +159,9 @@ class Engine:
         unit.uses_left -= 1
         self._post_backward(unit, is_last=unit.uses_left <= 0)
 
-    def note_step(self) -> None:
-        """Note an optimizer step, which all ranks must make."""
-        self.agreement.note("optimizer step")
+    def note(self, what: str) -> None:
+        """Note what all ranks must do, such as an optimizer step."""
+        self.agreement.note(what)
 
     def _post_backward(self, unit: Unit, *, is_last: bool = True) -> None:
         """Release the unit's weight slot and, after its last use, reduce-scatter its gradients."""
@@ -223,7 +230,7 @@ class Engine:
         self.agreement.note("weights", unit)
         with span("all_gather", unit):
             slot.owner = unit
-            slot.gather = self.lane.all_gather(unit.copy_in_shards(self.lane))
+            slot.gather = self._lanes[unit].all_gather(unit.copy_in_shards(self._lanes[unit]))
         unit.evicted = False
 
     def _wait_for_unshard(self, unit: Unit) -> None:
@@ -307,9 +314,13 @@ class Engine:
         assert unit.slots is not None
         slot = unit.slots.gradients
         self._finish_reduction(slot)  # another unit's, if this one has written no gradient
-        self.agreement.note("gradients", unit)
-        with span("post_backward_reduce", unit):
-            slot.reduction = (unit, self.lane.reduce_scatter(unit.zero_missing_gradients()))
+        if unit.requires_sync:
+            self.agreement.note("gradients", unit)
+            with span("post_backward_reduce", unit):
+                slot.reduction = (unit, self._lanes[unit].reduce_scatter(unit.zero_missing_gradients()))
+        else:
+            with span("post_backward_accumulate", unit):
+                unit.keep_unreduced()
         slot.owner = None
         slot.written.clear()
 
@@ -317,7 +328,8 @@ class Engine:
         if slot.reduction is not None:
             unit, token = slot.reduction
             token.wait()
-            unit.accumulate_reduced(self.lane)
+            if unit.accumulate_reduced(self._lanes[unit]):
+                self.agreement.note("gradients that were not cleared", unit)
             slot.reduction = None
 
     def _finish_reductions(self) -> None:
@@ -325,6 +337,10 @@ class Engine:
             if slots.gradients.reduction is not None:
                 with span("post_backward_rs_wait", slots.gradients.reduction[0]):
                     self._finish_reduction(slots.gradients)
+
+    def _wait_for_copies(self) -> None:
+        for lane in set(self._lanes.values()):
+            lane.wait_for_copies()
 
     def _queue_callback(self) -> None:
         """Call `_finish_backward` at the end of the current outermost backward pass."""
@@ -336,16 +352,20 @@ class Engine:
         """Reduce the remaining units (those whose inputs need no gradient, such as the root) and publish gradients."""
         with record_function("YaFSDP::root_post_backward_callback"):
             for unit in reversed(self.units):
+                if unit.requires_sync and unit.has_unreduced:  # and has not run in this pass
+                    self._take_gradient_slot(unit)
                 self._post_backward(unit)
                 unit.uses_left = 0
             due = [unit for unit in self.units if self._has_new_gradients(unit)]
             self.agreement.publish(due)
             self._finish_reductions()
             self.agreement.compare_at_once()
-            self.lane.wait_for_copies()
+            self._wait_for_copies()
             unused = self.agreement.unused_parameters(due)
             for unit in due:
                 unit.publish_gradients(unused[unit])
+            for unit in self.units:
+                unit.show_unreduced()
             self._reshard_all()
             self.order.reset_backward()
             self._callback_queued = False

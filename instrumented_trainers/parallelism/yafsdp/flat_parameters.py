@@ -8,9 +8,11 @@ from typing import Self, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
 
 from instrumented_trainers import regions
 from instrumented_trainers.parallelism.yafsdp.communication_lane import Lane, Ranks
+from instrumented_trainers.parallelism.yafsdp.dtensor_parameters import Division, local_part
 from instrumented_trainers.parallelism.yafsdp.flat_shard import Place
 from instrumented_trainers.parallelism.yafsdp.layout import Layout
 from instrumented_trainers.parallelism.yafsdp.mixed_precision import MixedPrecisionPolicy
@@ -24,7 +26,8 @@ class UnitParameter:
     """One parameter of a unit: the shard that the optimizer sees and the weight that the module computes with."""
 
     def __init__(self, original: nn.Parameter, sites: Sites, place: Place) -> None:
-        self.shape, self.sites, self.place = original.shape, sites, place
+        self.division = Division.of(original)
+        self.shape, self.sites, self.place = local_part(original).shape, sites, place
         self.part = place.layout.part(place.index, place.ranks.rank())
         """The part of its flat tensor's shard that belongs to it."""
         self.span = place.layout.span(place.index)
@@ -49,13 +52,23 @@ class UnitParameter:
         """Let the weight have its memory, or none."""
         assert self.weight is not None
         assert self.memory is not None
-        self.weight.data = self.memory if present else self.memory.new_empty(0)
+        memory = self.memory if present else self.memory.new_empty(0)
+        if isinstance(self.weight, DTensor):
+            self.weight._local_tensor = memory
+        else:
+            self.weight.data = memory
+
+    def module_parameter(self, part: Tensor, *, requires_grad: bool = True) -> nn.Parameter:
+        """Parameter as modules compute with it, whose values on this rank are `part`."""
+        if self.division is not None:
+            part = self.division.dtensor(part)
+        return nn.Parameter(part, requires_grad=requires_grad)
 
     @torch.no_grad()
     def copy_from_whole(self, weight: Tensor) -> None:
         """Give the shard its part of the whole parameter, if that has changed."""
         local = self.shard.to_local()
-        part = self.place.cut(weight, local.numel()).to(local.device)
+        part = self.place.cut(local_part(weight), local.numel()).to(local.device)
         if not torch.equal(part, local):
             local.copy_(part)
 
@@ -106,24 +119,27 @@ class FlatParameters:
         home: ShardMemory,
     ) -> None:
         self.ranks, self.device, self._home = ranks, device, home
-        self.layout = Layout.of([parameter.shape for parameter in parameters], ranks.shards.size())
+        self.layout = Layout.of([local_part(parameter).shape for parameter in parameters], ranks.shards.size())
         self.dtype = next(iter(parameters)).dtype
         self.weight_dtype = policy.param_dtype or self.dtype
         self.reduce_dtype = policy.reduce_dtype or self.weight_dtype
+        self.divisor: float = ranks.count
+        """By which the sum of gradients over ranks is divided."""
         # In fp16, whose largest value is 65504, a sum over ranks overflows long before their mean does.
         self._predivisor = 2 ** (ranks.count.bit_length() // 2) if self.reduce_dtype is torch.float16 else 1
         self.parameters = [
-            UnitParameter(original, sites, self._place(index, sites))
+            UnitParameter(original, sites, self._place(index, sites, Division.of(original)))
             for index, (original, sites) in enumerate(parameters.items())
         ]
         self.master = self._cut(list(parameters))
         self._view_master()
         self._begin()
 
-    def _place(self, index: int, sites: Sites) -> Place:
+    def _place(self, index: int, sites: Sites, division: Division | None) -> Place:
         part, ranks = self.layout.part(index, self.ranks.shards.rank()), self.ranks
-        region = regions.region_of(*sites[0])
-        return Place(self.layout, index, part.origin, ranks.shards, self.device, region, ranks.replicas)
+        region = regions.region_of(*sites[0]) if division is None else division.region
+        is_divided = division is not None
+        return Place(self.layout, index, part.origin, ranks.shards, self.device, region, ranks.replicas, is_divided)
 
     def _begin(self) -> None:
         self.gradient: Tensor | None = None
@@ -132,6 +148,11 @@ class FlatParameters:
         self.incoming: Tensor | None = None
         """A gradient on its way to host memory, to be added to one that is there; allocated when first needed."""
         self._has_incoming = False
+        self._unreduced: Tensor | None = None
+        """Whole gradients of this rank, of backward passes without sync."""
+        self.has_unreduced = False
+        self._shown_unreduced: set[UnitParameter] = set()
+        """The parameters whose gradient stands for such ones: where a program has cleared it, they are dropped."""
         self._weights_hidden = False
         self.whole_weights: Tensor | None = None
         """The unsharded weights, flat: a part of the unit's weight slot."""
@@ -155,7 +176,7 @@ class FlatParameters:
         shard = self._zeros()
         for original, parameter in zip(originals, self.parameters, strict=True):
             part = parameter.part
-            piece = original.detach().reshape(-1)[part.origin : part.origin + part.stop - part.start]
+            piece = local_part(original.detach()).reshape(-1)[part.origin : part.origin + part.stop - part.start]
             shard[part.start : part.stop] = piece
         return shard
 
@@ -192,6 +213,13 @@ class FlatParameters:
         """Size of the unsharded gradients."""
         return self.layout.numel * self.reduce_dtype.itemsize
 
+    @property
+    def description(self) -> str:
+        """What must be the same on all ranks."""
+        trained = "trained" if self.is_trained else "frozen"
+        shapes = ", ".join("x".join(map(str, shape)) or "scalar" for shape in self.layout.shapes)
+        return f"{trained} {self.dtype} as {self.weight_dtype}, summed in {self.reduce_dtype}: {shapes}"
+
     # Shards ----------------------------------------------------------------------------------------------------------
 
     def leave_meta(self) -> None:
@@ -226,10 +254,10 @@ class FlatParameters:
         """Let the weights lie in `memory`, bytes, for good: autograd keeps views of them."""
         self.whole_weights = memory.view(self.weight_dtype)
         for parameter in self.parameters:
-            parameter.weight = nn.Parameter(torch.empty(0, dtype=self.weight_dtype, device=self.device))
             # Not nn.Parameter(view): that shares the buffer's version counter, every gather bumps it, and backward
             # would take the weights for modified.
             parameter.memory = self.whole_weights[parameter.span].view(parameter.shape)
+            parameter.weight = parameter.module_parameter(parameter.memory.new_empty(0))
             parameter.show_weight(present=True)
 
     @torch.no_grad()
@@ -259,6 +287,8 @@ class FlatParameters:
     @torch.no_grad()
     def write_gradient(self, buffer: Tensor, parameter: UnitParameter, gradient: Tensor, *, is_first: bool) -> None:
         """Write or add a parameter's gradient to the unsharded ones, cast to the reduce dtype."""
+        if parameter.division is not None:
+            gradient = parameter.division.part_of_gradient(gradient)
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()  # a sparse embedding's
         target = buffer[parameter.span].view(parameter.shape)
@@ -278,22 +308,71 @@ class FlatParameters:
         buffer[self.layout.used_numel :].zero_()
 
     @torch.no_grad()
-    def accumulate_reduced(self, lane: Lane, buffer: Tensor, *, is_first: bool) -> None:
+    def keep_unreduced(self, buffer: Tensor) -> None:
+        """Add the gradients in the buffer to those that wait for a backward pass with sync."""
+        if self.has_unreduced:
+            self._drop_cleared()
+        if self._unreduced is None:
+            self._unreduced = buffer.clone()
+        elif self.has_unreduced:
+            self._unreduced.add_(buffer)
+        else:
+            self._unreduced.copy_(buffer)
+        self.has_unreduced = True
+
+    @torch.no_grad()
+    def add_unreduced(self, buffer: Tensor) -> None:
+        """Add the gradients that wait to those in the buffer, which are to be reduced."""
+        if self.has_unreduced:
+            self._drop_cleared()
+            assert self._unreduced is not None
+            buffer.add_(self._unreduced)
+            self.has_unreduced = False
+
+    def _drop_cleared(self) -> None:
+        assert self._unreduced is not None
+        with plain_tensors():
+            for parameter in self._shown_unreduced:
+                if parameter.shard.grad is None:
+                    self._unreduced[parameter.span].zero_()
+        self._shown_unreduced.clear()
+
+    @torch.no_grad()
+    def show_unreduced(self, with_gradient: Collection[UnitParameter]) -> None:
+        """Let parameters whose gradient waits have one, of what is reduced so far: a program may clear it."""
+        self._adopt_gradients()
+        with plain_tensors():
+            for parameter, local in self._gradient_parts():
+                if parameter in with_gradient:
+                    self._shown_unreduced.add(parameter)
+                    if parameter.shard.grad is None:
+                        parameter.shard.grad = Shard.of(local, parameter.place)
+
+    @property
+    def awaits_reduction(self) -> bool:
+        """Return whether gradients wait for a backward pass with sync that no program has cleared."""
+        with plain_tensors():
+            return self.has_unreduced and any(p.shard.grad is not None for p in self._shown_unreduced)
+
+    @torch.no_grad()
+    def accumulate_reduced(self, lane: Lane, buffer: Tensor, *, is_first: bool) -> bool:
         """Add the mean over ranks to the gradient shard; this rank's chunk of `buffer` is the sum.
 
-        Before the first one of a backward pass the gradient shard is made what the optimizer sees of it.
+        Before the first one of a backward pass the gradient shard is made what the optimizer sees of it. Return whether
+        that was nothing.
         """
         is_zero = self._adopt_gradients() if is_first else False
         assert self.gradient is not None
-        chunk, scale = lane.chunk(buffer), self._predivisor / self.ranks.count
+        chunk, scale = lane.chunk(buffer), self._predivisor / self.divisor
         if not self._home.is_offloaded:
             self._sum(is_zero=is_zero, is_first=is_first).add_(chunk, alpha=scale)
-            return
+            return is_zero
         mean = chunk.to(self.dtype, copy=True).mul_(scale)
         if is_zero:
             lane.copy_out(mean, self.gradient)
         else:
             self._copy_to_incoming(lane, mean)
+        return is_zero
 
     def _sum(self, *, is_zero: bool, is_first: bool) -> Tensor:
         """Return what means are added to: the gradient shard, or where that keeps fewer digits, a sum that does not."""
@@ -326,8 +405,9 @@ class FlatParameters:
             self._has_incoming = False
 
     def discard_gradients(self) -> None:
-        """Forget a gradient that is on its way."""
-        self._has_incoming = False
+        """Forget a gradient that is on its way, and those that wait for a backward pass with sync."""
+        self._has_incoming = self.has_unreduced = False
+        self._shown_unreduced.clear()
 
     def _adopt_gradients(self) -> bool:
         """Make the gradient shard equal to what the optimizer sees of it, zero where it sees none.

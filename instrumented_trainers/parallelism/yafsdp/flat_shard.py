@@ -35,6 +35,8 @@ class Place:
     """Which part of the whole parameter the flattened one is, where tensor parallelism divides it."""
     replicas: dist.ProcessGroup | None = None
     """Who has the same shard, where there are replicas."""
+    shows_whole: bool = False
+    """Whether a program sees the whole parameter, as that of a DTensor, not the part that is flattened."""
 
     def __deepcopy__(self, memo: Any) -> Self:
         return self  # process groups are not copied when asynchronous saving copies a shard to the host
@@ -50,6 +52,16 @@ class Place:
         return self.layout.shapes[self.index]
 
     @property
+    def visible_shape(self) -> torch.Size:
+        """Return the shape that a program sees."""
+        return self.shape if self.shows_whole else self.part_shape
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """Return the groups of ranks over which the elements lie that a program sees, one within the other."""
+        return (self.ranks, *(self.region.groups if self.shows_whole and self.region is not None else ()))
+
+    @property
     def offsets(self) -> torch.Size:
         """Offset of that part in the whole parameter, along each dim."""
         return torch.Size([0] * len(self.part_shape)) if self.region is None else self.region.offsets
@@ -59,6 +71,14 @@ class Place:
         """Return the whole tensor of which each rank has its part in `local`, on the device of `local`."""
         full = self.gather_part(local)
         return full if self.region is None else self.region.gather(full)
+
+    def gather_visible(self, local: Tensor) -> Tensor:
+        """Return the tensor that a program sees."""
+        return self.gather(local) if self.shows_whole else self.gather_part(local)
+
+    def cut_visible(self, full: Tensor, numel: int) -> Tensor:
+        """Return the `numel` elements that lie here of a tensor as a program sees it."""
+        return self.part_of(full, numel) if self.shows_whole else self.cut(full, numel)
 
     @torch.no_grad()
     def gather_part(self, local: Tensor) -> Tensor:

@@ -31,6 +31,11 @@ def materialize(model: nn.Module, reset: Callable[[nn.Module], None] = reset_par
     units = list(units_in(model))
     for unit in units:
         if unit.is_meta:
+            if any(parameter.division is not None for parameter in unit.parameters):
+                raise NotImplementedError(
+                    "YaFSDP: materialize draws no parameters that are DTensors; call model.to_empty(device=…) and load "
+                    "a checkpoint, or draw before parallelize_module"
+                )
             unit.leave_meta()
             waiting |= {id(parameter.shard): parameter for parameter in unit.parameters}
     filled: set[UnitParameter] = set()

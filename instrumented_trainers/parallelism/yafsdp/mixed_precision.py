@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -24,6 +24,13 @@ class MixedPrecisionPolicy:
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+
+    @classmethod
+    def of(cls, policy: Any) -> Self:
+        """Return the policy, or the same of FSDP2's class of that name."""
+        if isinstance(policy, cls):
+            return policy
+        return cls(policy.param_dtype, policy.reduce_dtype, policy.output_dtype, policy.cast_forward_inputs)
 
     def cast_inputs(self, inputs: Any) -> Any:
         """Return `inputs`, any nesting of containers, with floating-point tensors in param_dtype."""

@@ -48,11 +48,25 @@ class YaFSDPModule:
         return module
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Do nothing: FSDP2 has a method of this name, which saves communication in all micro-batches but the last.
+        """Say whether the next backward passes reduce gradients, as FSDP2's method of this name.
 
-        Here each micro-batch is reduce-scattered, as the buffers hold the whole gradients of two units only; the means
-        over ranks add up in the gradient shards. So gradients are complete after each backward pass.
+        It does nothing for units without ``keep_whole_gradients``: there each micro-batch is reduce-scattered, as the
+        buffers hold the whole gradients of two units only, and the means over ranks add up in the gradient shards. So
+        gradients are complete after each backward pass.
         """
+        for unit in self._units() if recurse else [self._yafsdp_unit]:
+            unit.requires_sync = requires_gradient_sync or not unit.keeps_whole_gradients
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide this module's own summed gradients by `factor` instead of the number of ranks that it is sharded over.
+
+        As FSDP2's method of this name: for experts that are divided over data-parallel ranks, whose gradients hold
+        the tokens of more ranks than have the same experts. Raises ValueError unless it is positive.
+        """
+        if not factor > 0:
+            raise ValueError(f"YaFSDP: gradients cannot be divided by {factor:g}: takes more than 0")
+        for flat in self._yafsdp_unit.flats:
+            flat.divisor = factor
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients of this module so that their norm over all ranks is at most `max_norm`.
@@ -61,6 +75,8 @@ class YaFSDPModule:
         parameters, for which it is another name.
         """
         assert isinstance(self, nn.Module)
+        if self._yafsdp_unit.engine is not None:
+            self._yafsdp_unit.engine.note(f"clipping by the norm {max_norm}")
         return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
 
     def unshard(self, *, writeback: bool = True) -> WholeWeights:

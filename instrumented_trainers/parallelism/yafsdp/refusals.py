@@ -68,6 +68,15 @@ def refuse_changed_weights(unit: Unit, version: int) -> None:
         )
 
 
+def refuse_unreduced_gradients(unit: Unit) -> None:
+    """Raise RuntimeError if an optimizer steps while gradients of the unit wait for a backward pass with sync."""
+    if unit.awaits_reduction:
+        raise RuntimeError(
+            f"YaFSDP: an optimizer steps {unit_label(unit)}, whose gradients are not reduced yet; call "
+            "set_requires_gradient_sync(True) before the last micro-batch's backward"
+        )
+
+
 def refuse_stored_weight(unit: Unit, tensor: Tensor, where: str) -> None:
     """Raise RuntimeError if the tensor, which outlives the forward, is a weight of the unit or a view of one."""
     if unit.is_weight(tensor):

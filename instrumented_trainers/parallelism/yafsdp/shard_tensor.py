@@ -75,9 +75,8 @@ class Shard(Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         with plain_tensors():
-            return (
-                f"{type(self).__name__}({self.numel()} elements of {tuple(self.place.part_shape)}: {self.to_local()})"
-            )
+            kind, shape = type(self).__name__, tuple(self.place.visible_shape)
+            return f"{kind}({self.numel()} elements of {shape}: {self.to_local()})"
 
 
 class ShardParameter(Shard, nn.Parameter):
@@ -124,12 +123,12 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, place: Place) -> Tensor:
         ctx.place, ctx.numel = place, local.numel()
-        return place.gather_part(local)
+        return place.gather_visible(local)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         mean = _mean_over_ranks(gradients[0], ctx.place)
-        return ctx.place.cut(mean, ctx.numel), None
+        return ctx.place.cut_visible(mean, ctx.numel), None
 
 
 class _Gathered(torch.autograd.Function):
@@ -138,15 +137,20 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, numbers: Tensor, place: Place) -> Tensor:
         ctx.place = place
-        sent = numbers.to(place.device).contiguous()
-        received = [torch.empty_like(sent) for _ in range(place.ranks.size())]
+        rows = numbers.to(place.device).contiguous().unsqueeze(0)
         note(f"reduction of {len(numbers)} numbers of shards, such as norms")
-        waiting(dist.all_gather, received, sent, group=place.ranks)
-        return torch.stack(received).to(numbers.device)
+        for group in place.groups:
+            received = [torch.empty_like(rows) for _ in range(group.size())]
+            waiting(dist.all_gather, received, rows, group=group)
+            rows = torch.cat(received)
+        return rows.to(numbers.device)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _mean_over_ranks(gradients[0], ctx.place)[ctx.place.ranks.rank()], None
+        own = 0
+        for group in reversed(ctx.place.groups):
+            own = own * group.size() + group.rank()
+        return _mean_over_ranks(gradients[0], ctx.place)[own], None
 
 
 def _mean_over_ranks(gradient: Tensor, place: Place) -> Tensor:
@@ -176,17 +180,17 @@ def _local(value: Any, place: Place, numel: int) -> Any:
         return value.to_local()
     if not isinstance(value, Tensor) or value.numel() == 1:
         return value.reshape(()) if isinstance(value, Tensor) and value.dim() else value
-    if value.shape != place.part_shape:
+    if value.shape != place.visible_shape:
         raise NotImplementedError(
-            f"YaFSDP: an operation of a shard of {tuple(place.part_shape)} and a tensor of {tuple(value.shape)} needs "
-            "the whole tensor; call full_tensor() on all ranks"
+            f"YaFSDP: an operation of a shard of {tuple(place.visible_shape)} and a tensor of {tuple(value.shape)} "
+            "needs the whole tensor; call full_tensor() on all ranks"
         )
     if value.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
             "YaFSDP: the gradient of a whole tensor that meets a shard would be one rank's part; call full_tensor() on "
             "the shard, on all ranks"
         )
-    return place.cut(value, numel)
+    return place.cut_visible(value, numel)
 
 
 def _first_shard(values: Iterable[Any]) -> Shard:
@@ -256,7 +260,7 @@ def _foreach(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 def _shape(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Answer what asks for the shape, by a tensor of that shape and without memory."""
     with plain_tensors():
-        return function(_without_memory(args[0].place.part_shape, args[0].dtype), *args[1:], **kwargs)
+        return function(_without_memory(args[0].place.visible_shape, args[0].dtype), *args[1:], **kwargs)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -269,25 +273,25 @@ def _fill(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     shard = kwargs.pop("tensor", None)
     shard, args = (args[0], args[1:]) if args else (shard, args)
     local = shard.to_local()
-    whole = torch.empty(shard.place.part_shape, dtype=local.dtype, device=local.device)
+    whole = torch.empty(shard.place.visible_shape, dtype=local.dtype, device=local.device)
     function(whole, *args, **kwargs)
     with torch.no_grad():
-        local.copy_(shard.place.cut(whole, local.numel()))
+        local.copy_(shard.place.cut_visible(whole, local.numel()))
     return shard
 
 
 def _filled_like(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Make a tensor like a shard that holds random numbers: those that one process draws."""
     local, place = args[0].to_local(), args[0].place
-    whole = function(torch.empty(place.part_shape, dtype=local.dtype, device=local.device), *args[1:], **kwargs)
-    return Shard.of(place.cut(whole, local.numel()).clone(), place)
+    whole = function(torch.empty(place.visible_shape, dtype=local.dtype, device=local.device), *args[1:], **kwargs)
+    return Shard.of(place.cut_visible(whole, local.numel()).clone(), place)
 
 
 def _same_shape(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the shard itself for a view of its own shape."""
     shard, *sizes = args
     wanted = sizes[0].shape if sizes and isinstance(sizes[0], Tensor) else torch.Size(_flat(sizes))
-    if kwargs or wanted != shard.place.part_shape:
+    if kwargs or wanted != shard.place.visible_shape:
         raise NotImplementedError(
             f"YaFSDP: {_name(function)} to another shape needs the whole tensor; call full_tensor() on all ranks"
         )
@@ -330,15 +334,16 @@ def _set_gradient(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     shard, gradient = args
     if gradient is not None and not isinstance(gradient, Shard):
         with plain_tensors():
-            gradient = Shard.of(shard.place.cut(_of_whole_shape(gradient, shard), shard.numel()).clone(), shard.place)
+            part = shard.place.cut_visible(_of_whole_shape(gradient, shard), shard.numel())
+            gradient = Shard.of(part.clone(), shard.place)
     with plain_tensors():
         function(shard, gradient)
 
 
 def _of_whole_shape(value: Tensor, shard: Shard) -> Tensor:
-    if value.shape != shard.place.part_shape:
+    if value.shape != shard.place.visible_shape:
         raise ValueError(
-            f"YaFSDP: a shard of {tuple(shard.place.part_shape)} takes a shard or a tensor of that shape, not of "
+            f"YaFSDP: a shard of {tuple(shard.place.visible_shape)} takes a shard or a tensor of that shape, not of "
             f"{tuple(value.shape)}"
         )
     return value
@@ -390,7 +395,7 @@ def _sum(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     local = shard.to_local().to(_wide(shard.dtype))
     _refuse_dims(_name(function), args[1:] or kwargs.get("dim") or kwargs.get("axis"))
     dtype = function(torch.zeros((), dtype=local.dtype if "dtype" in kwargs else shard.dtype), **kwargs).dtype
-    divisor = shard.place.part_shape.numel() if _name(function) == "mean" else 1
+    divisor = shard.place.visible_shape.numel() if _name(function) == "mean" else 1
     part = local.sum(dtype=kwargs.get("dtype")).reshape(1)
     return _reduced(part, shard.place, lambda rows: rows.sum() / divisor if divisor != 1 else rows.sum(), dtype)
 
@@ -424,7 +429,7 @@ def _norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None) -
         for number, tensor in enumerate(tensors):
             if isinstance(tensor, Shard):
                 place = tensor.place
-                by_ranks.setdefault((place.ranks, place.device, tensor.device, tensor.dtype), []).append(number)
+                by_ranks.setdefault((place.groups, place.device, tensor.device, tensor.dtype), []).append(number)
             else:
                 results[number] = torch.linalg.vector_norm(tensor, order, dtype=dtype)
         for (*_, kind), numbers in by_ranks.items():
@@ -489,7 +494,7 @@ def _count_nonzero(function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
 def _dot(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     del kwargs
     place, shard = _place_of(args), _first_shard(args)
-    if len(place.part_shape) != 1:
+    if len(place.visible_shape) != 1:
         raise NotImplementedError(f"YaFSDP: {_name(function)} of matrices needs whole tensors; call full_tensor()")
     return (args[0] * args[1]).sum() if isinstance(args[0], Shard) else (shard * args[0]).sum()
 
@@ -498,7 +503,7 @@ def _are_equal(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     place, shard = _place_of(args), _first_shard(args)
     with plain_tensors():
         numel = shard.numel()
-    if any(isinstance(arg, Tensor) and not isinstance(arg, Shard) and arg.shape != place.part_shape for arg in args):
+    if any(isinstance(arg, Tensor) and not isinstance(arg, Shard) and arg.shape != place.visible_shape for arg in args):
         return False
     answer = function(*(_local(arg, place, numel) for arg in args), **kwargs)
     equal = torch.tensor([int(answer)], device=shard.device)
@@ -507,8 +512,8 @@ def _are_equal(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
 def _scalar(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the number of a tensor of one element, which one rank has."""
-    if args[0].place.part_shape.numel() != 1:
-        raise ValueError(f"YaFSDP: a tensor of {tuple(args[0].place.part_shape)} is no single number")
+    if args[0].place.visible_shape.numel() != 1:
+        raise ValueError(f"YaFSDP: a tensor of {tuple(args[0].place.visible_shape)} is no single number")
     return function(args[0].detach().full_tensor(), *args[1:], **kwargs)
 
 
@@ -517,11 +522,11 @@ def _unscale(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     gradients, found_infinity, *_ = args
     with plain_tensors():
         function(*args, **kwargs)
-    places = {(g.place.ranks, g.place.device): g.place for g in gradients if isinstance(g, Shard)}
-    for place in places.values():
-        over_ranks = found_infinity.to(place.device)
+    for groups, device in {(g.place.groups, g.place.device): None for g in gradients if isinstance(g, Shard)}:
+        over_ranks = found_infinity.to(device)
         note("search of a gradient scaler for infinities")
-        waiting(dist.all_reduce, over_ranks, op=dist.ReduceOp.MAX, group=place.ranks)
+        for group in groups:
+            waiting(dist.all_reduce, over_ranks, op=dist.ReduceOp.MAX, group=group)
         found_infinity.copy_(over_ranks)
 
 

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import OffloadPolicy
 
 from instrumented_trainers.parallelism.yafsdp.buffers import Slots, regions
 from instrumented_trainers.parallelism.yafsdp.communication_lane import Lane, Ranks
+from instrumented_trainers.parallelism.yafsdp.dtensor_parameters import local_part
 from instrumented_trainers.parallelism.yafsdp.flat_parameters import FlatParameters, ShardMemory, Sites, UnitParameter
 from instrumented_trainers.parallelism.yafsdp.mixed_precision import MixedPrecisionPolicy
 from instrumented_trainers.parallelism.yafsdp.shard_tensor import plain_tensors
@@ -35,8 +36,8 @@ class UnitEngine(Protocol):
     def end_backward(self, unit: "Unit") -> None:
         """Note that autograd has gone back through one use of the unit."""
 
-    def note_step(self) -> None:
-        """Note that an optimizer steps shards of the model."""
+    def note(self, what: str) -> None:
+        """Note what all ranks must do, such as an optimizer step."""
 
 
 class Unit:
@@ -65,6 +66,9 @@ class Unit:
         self.left_out = False
         """Whether the module has parameters that were left for a unit around it."""
         self.owns_slots = False
+        self.keeps_whole_gradients = False
+        """Whether backward passes without sync add up whole gradients instead of reducing them."""
+        self.requires_sync = True
         self._begin([FlatParameters(group, ranks, device, policy=policy, home=home) for group in _groups(parameters)])
 
     def _begin(self, flats: Iterable[FlatParameters]) -> None:
@@ -125,6 +129,13 @@ class Unit:
         """Return a parameter that is no longer the shard, or whose memory is not the shard's; None if all are."""
         return next((replaced for flat in self.flats if (replaced := flat.replaced_parameter()) is not None), None)
 
+    @property
+    def description(self) -> str:
+        """What must be the same on all ranks."""
+        flats = "; ".join(flat.description for flat in self.flats)
+        keeps = "keeps its weights" if self.owns_slots else f"shares {self.buffers} buffers"
+        return f"unit {self.name or 'of the root'} {keeps}: {flats}"
+
     # Weights ---------------------------------------------------------------------------------------------------------
 
     @property
@@ -144,6 +155,7 @@ class Unit:
 
     def is_weight(self, tensor: Tensor) -> bool:
         """Return whether the tensor lies in the buffer of the unit's unsharded weights."""
+        tensor = local_part(tensor)
         if self.slots is None or tensor.device != self.device or tensor.layout is not torch.strided:
             return False
         return tensor.untyped_storage().data_ptr() == self.slots.weights.buffer.untyped_storage().data_ptr()
@@ -243,15 +255,44 @@ class Unit:
         buffers = [self._whole_gradients(flat) for flat in self._reduced]
         for flat, buffer in zip(self._reduced, buffers, strict=True):
             flat.zero_missing_gradients(buffer, self.slots.gradients.written)
+            if self.requires_sync:
+                flat.add_unreduced(buffer)
         return buffers
 
+    @property
+    def has_unreduced(self) -> bool:
+        """Return whether gradients wait for a backward pass with sync: the same on all ranks."""
+        return any(flat.has_unreduced for flat in self.flats)
+
+    @property
+    def awaits_reduction(self) -> bool:
+        """Return whether any of them would be missing in an optimizer step."""
+        return any(flat.awaits_reduction for flat in self.flats)
+
+    def keep_unreduced(self) -> None:
+        """Add the gradients in the buffer to those that wait for a backward pass with sync."""
+        for buffer, flat in zip(self.zero_missing_gradients(), self._reduced, strict=True):
+            flat.keep_unreduced(buffer)
+
+    def show_unreduced(self) -> None:
+        """Let parameters whose gradient waits have one, which a program may clear."""
+        for flat in self.flats:
+            if flat.has_unreduced:
+                flat.show_unreduced(self.with_gradient)
+
     @torch.no_grad()
-    def accumulate_reduced(self, lane: Lane) -> None:
-        """Add the means over ranks to the gradient shards, of what was reduce-scattered last."""
+    def accumulate_reduced(self, lane: Lane) -> bool:
+        """Add the means over ranks to the gradient shards, of what was reduce-scattered last.
+
+        Return whether a program had left gradients there.
+        """
+        had_gradients = False
         for flat in self._reduced:
             is_first = flat not in self._unpublished
             self._unpublished.add(flat)
-            flat.accumulate_reduced(lane, self._whole_gradients(flat), is_first=is_first)
+            is_zero = flat.accumulate_reduced(lane, self._whole_gradients(flat), is_first=is_first)
+            had_gradients |= is_first and not is_zero
+        return had_gradients
 
     @torch.no_grad()
     def publish_gradients(self, unused: Collection[UnitParameter]) -> None:

@@ -50,6 +50,11 @@ class WholeTensorOptimizer(Optimizer):
         }
         if any(id(parameter) not in shard_places for parameter in self._parameters):
             raise ValueError("YaFSDP: WholeTensorOptimizer steps the parameters of a sharded model only")
+        if any(parameter.place.region for parameter in self._parameters if parameter.place.shows_whole):
+            raise NotImplementedError(
+                "YaFSDP: WholeTensorOptimizer steps no parameters that are DTensors beneath YaFSDP: it would step the "
+                "part that this rank has of them"
+            )
         self._places = [shard_places[id(parameter)] for parameter in self._parameters]
         self._flats = list(dict.fromkeys((unit, flat) for unit, flat, _ in self._places))
         self._owners = self._chosen_owners()

@@ -32,7 +32,8 @@ class WholeWeights:
     def _register(self, flat: FlatParameters, flat_weights: Tensor) -> None:
         for parameter in flat.parameters:
             values = flat_weights[parameter.span].view(parameter.shape)
-            self._weights[parameter] = nn.Parameter(values, requires_grad=parameter.shard.requires_grad)
+            requires_grad = parameter.shard.requires_grad
+            self._weights[parameter] = parameter.module_parameter(values, requires_grad=requires_grad)
             parameter.register(self._weights[parameter])
 
     @torch.no_grad()

@@ -261,8 +261,8 @@ def mean_step_ns(run: Run) -> float | None:
     if steps.is_empty():
         return None
     totals = steps.group_by("window", "rank").agg(pl.col("duration_ns").sum())
-    slowest_ns = totals.group_by("window").agg(pl.col("duration_ns").max())["duration_ns"].sum()
-    return slowest_ns / steps.select("window", "step").n_unique()
+    slowest = totals.group_by("window").agg(pl.col("duration_ns").max())
+    return float(slowest.select(pl.col("duration_ns").sum()).item()) / steps.select("window", "step").n_unique()
 
 
 def step_times(run: Run) -> pl.DataFrame:

@@ -35,6 +35,8 @@ _LEAST_OVERLAP_NS = 10_000
 """Times may be rounded to whole µs."""
 DEEP_RATIO = 0.1
 """Share of the shorter one of two annotations from which on they cross: one ends up to 100 µs after the next begins."""
+_LEAST_STEP_OVERLAP_NS = 1_000_000
+"""Steps follow each other; in recordings one ends up to 100 µs after the next begins."""
 _CROSSING_RATIOS = {"cpu_op": 0.02, "annotation": 0.2}
 """Share of the overlapping slices of a kind on a thread that may cross: programs close spans in any order."""
 _FOREIGN_CHILDREN, _FOREIGN_RATIO = 3, 0.1
@@ -93,7 +95,8 @@ def without_crossing_calls(slices: Slices, names: pl.Series, odd: OddValues) -> 
             continue
         named = name_patterns.host_names(names)
         steps = rows[named.step.is_not_null().to_numpy()[name[rows]]]
-        if kind_name == "annotation" and not crossings(lane[steps], start[steps], dur[steps], deep_ratio)[1].any():
+        overlaps = crossings(lane[steps], start[steps], dur[steps], 0.0, _LEAST_STEP_OVERLAP_NS)[1]
+        if kind_name == "annotation" and not overlaps.any():
             continue  # Lightning's callbacks close spans in any order, but no step ends after the next one begins
         rows = rows[~named.runs_collective[name[rows]]]
         lane_of, start_of, dur_of = lane[rows], start[rows], dur[rows]
@@ -120,12 +123,13 @@ def overlong_calls(host: Host, work_end_ns: int) -> Flags:
     """
     flags = np.zeros(len(host.row), bool)
     times = _times_as_long(host)
-    late, crossing = _leaving(host), _worse_of_crossing(host, times)
+    leaving, left = _leaving(host)
+    late, crossing = np.unique(leaving), _worse_of_crossing(host, times, flags)
     lasting = np.flatnonzero(host.end_ns > host.start_ns.max()) if len(flags) else late
     # The profiler closes what is open when it stops, such as an annotation around the hook that stops it.
-    late = np.union1d(np.setdiff1d(late, lasting), _swallowing_operators(host, times))
+    late, swallowing = np.setdiff1d(late, lasting), _swallowing_operators(host, times)
     lasting = lasting[~host.is_kind("annotation")[lasting]]
-    candidates = functools.reduce(np.union1d, (late, lasting, crossing))
+    candidates = functools.reduce(np.union1d, (late, swallowing, lasting, crossing))
     if not len(candidates):
         return flags
     usual = ~flags
@@ -138,9 +142,14 @@ def overlong_calls(host: Host, work_end_ns: int) -> Flags:
     lane_end = np.cumsum(np.bincount(host.lane))[host.lane[lasting]]
     contains = lane_end - lasting > _LEAST_SWALLOWED
     lasting = lasting[contains & (host.end_ns[lasting] - end_ns > longest_ns[lasting])]
-    flags[np.union1d(late, lasting)] = True
+    flags[np.union1d(swallowing, lasting)] = True
     flags &= is_long
-    flags[crossing] = True
+    # What ends after a wrong end may be right. Slices come after those around them.
+    is_candidate, is_worse = (np.isin(np.arange(len(flags)), places) for places in (late, crossing))
+    is_candidate &= is_long
+    for place, around in zip(leaving.tolist(), left.tolist(), strict=True):
+        flags[place] |= is_candidate[place] and not (flags[around] or is_worse[around])
+    flags[_worse_of_crossing(host, times, flags)] = True
     return flags
 
 
@@ -190,8 +199,10 @@ def _swallows(lane: Ints, start: Ints, dur: Ints) -> Flags:
     return flags
 
 
-def _leaving(host: Host) -> Ints:
-    """Host slices that end after one in which they began, and contain what follows that one on the thread.
+def _leaving(host: Host) -> tuple[Ints, Ints]:
+    """Host slices that end after one in which they began, and contain what follows that one; and the latter.
+
+    A row of both arrays is a pair; they are sorted by the former.
 
     What need not nest: calls of Python, whose ends are not exact; calls of the runtime, which have a clock of their own
     in recordings of 2021; and collectives of gloo, which end when their data has arrived.
@@ -200,8 +211,6 @@ def _leaving(host: Host) -> Ints:
     nests = (host.is_kind("cpu_op") | host.is_kind("annotation")) & ~host.names.runs_collective[host.name_id]
     is_certain = nests[around] & (nests | host.is_kind("runtime"))[late]
     late, around = late[is_certain], around[is_certain]
-    if not len(late):
-        return late
     lane_end = np.cumsum(np.bincount(host.lane))
     # The next slice of the thread after the end of the enclosing one.
     following = np.array([
@@ -210,7 +219,9 @@ def _leaving(host: Host) -> Ints:
     ], np.int64)  # fmt: skip
     inside = np.minimum(following, len(host.row) - 1)
     contains = (following < len(host.row)) & (host.lane[inside] == host.lane[late])
-    return np.unique(late[contains & (host.start_ns[inside] < host.end_ns[late])])
+    pairs = np.flatnonzero(contains & (host.start_ns[inside] < host.end_ns[late]))
+    pairs = pairs[np.argsort(late[pairs], kind="stable")]
+    return late[pairs], around[pairs]
 
 
 def _times_as_long(host: Host) -> npt.NDArray[np.float64]:
@@ -220,15 +231,16 @@ def _times_as_long(host: Host) -> npt.NDArray[np.float64]:
     return frame.select(pl.col("dur_ns") / usual_ns).to_series().to_numpy()
 
 
-def _worse_of_crossing(host: Host, times: npt.NDArray[np.float64]) -> Ints:
+def _worse_of_crossing(host: Host, times: npt.NDArray[np.float64], is_wrong: Flags) -> Ints:
     """Of operators that cross each other or annotations, the slices that last more `times` as long as usual.
 
-    One of two that cross has a wrong time; the calls of one operator may differ by more than ten times.
+    One of two that cross has a wrong time, unless one `is_wrong` anyway; the calls of one operator may differ by more
+    than ten times.
     """
     late, around = host.crossings
     is_op = host.is_kind("cpu_op")
     nests = (is_op | host.is_kind("annotation")) & ~host.names.runs_collective[host.name_id]
-    is_certain = nests[late] & nests[around] & (is_op[late] | is_op[around])
+    is_certain = nests[late] & nests[around] & (is_op[late] | is_op[around]) & ~is_wrong[late] & ~is_wrong[around]
     late, around = late[is_certain], around[is_certain]
     worse = np.where(times[late] >= times[around], late, around)
     return np.unique(worse[times[worse] > _LONG_TIMES])

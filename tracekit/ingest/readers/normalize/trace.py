@@ -44,6 +44,9 @@ _SYNC_KINDS = {
 }
 _UNKNOWN_STREAM = (1 << 31) - 1  # CUPTI's value, as is -1
 
+_MAX_PASSES = 8
+"""Wrong durations within each other that are left out; a file could nest as many as it has events."""
+
 
 def build_trace(
     events: Events, path: str, *, rank: int, window: int, further: pl.DataFrame, listed_groups: Sequence[Any] = ()
@@ -60,8 +63,11 @@ def build_trace(
     threads, lanes = _lanes(events, slices)
     built = host_slices.build(slices, events.names, events.inputs, threads)
     work_end_ns = int((device["start_ns"] + device["dur_ns"]).max() or 0)  # type: ignore[arg-type]
-    overlong = odd_durations.overlong_calls(built, work_end_ns)
-    if overlong.any():
+    # What is wrong within a wrong slice shows once that one is gone.
+    for _ in range(_MAX_PASSES):
+        overlong = odd_durations.overlong_calls(built, work_end_ns)
+        if not overlong.any():
+            break
         slices = odd_durations.without_calls(slices, built, overlong, odd)
         threads, lanes = _lanes(events, slices)
         built = host_slices.build(slices, events.names, events.inputs, threads)
