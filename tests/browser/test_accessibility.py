@@ -41,17 +41,15 @@ CUT_OFF = """() => {
 }"""
 
 
-# What pages are made of: the list, cards with evidence, the canvas, a table with figures, a form, two runs, a range.
+# What pages are made of: the list, cards with evidence, the canvas, a table with figures, a form, two runs.
 EVERYDAY = [
     ("runs", "Runs"),
     ("overview", "Overview"),
     ("timeline", "Timeline"),
     ("kernels", "Kernels"),
-    ("memory", "Memory"),
     ("plan", "Plan"),
     ("sql", "SQL"),
     ("compare", "Compare"),
-    ("timeline?range=0-9000000", "Timeline"),
 ]
 
 
