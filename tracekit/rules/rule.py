@@ -131,7 +131,10 @@ class Finding:
 
     @property
     def cost_in_words(self) -> str:
-        """The cost: "saves 16 ms of 190 ms a step (8.4%)" by replay, else "costs up to 16 ms of …"; "" without."""
+        """The cost: "saves 16 ms of 190 ms a step (8.4%)" by replay, else "costs up to 16 ms a step (8.4%)"; "" without.
+
+        The replay's step is the run's mean; a rule's share is of the step that its message quotes.
+        """
         if not self.impact:
             return ""
         verb = "saves" if self.is_priced else "costs up to"
@@ -141,7 +144,8 @@ class Finding:
         if self.is_of_window:
             return f"{verb} {duration} ({share} of {self.time_noun})"
         whole_ns = self.cost_ns / self.impact
-        whole = f" of {units.duration(round(whole_ns))}" if self.impact < 1 and math.isfinite(whole_ns) else ""
+        is_of_mean = self.is_priced and self.impact < 1 and math.isfinite(whole_ns)
+        whole = f" of {units.duration(round(whole_ns))}" if is_of_mean else ""
         period = "an iteration" if self.is_of_iterations else "a step"
         # The step times that are shown elsewhere are those between saves.
         return f"{verb} {duration}{whole} {period}{', saves included' if self.is_of_training else ''} ({share})"
