@@ -11,6 +11,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from prometheus_client import parser
+from prometheus_client.openmetrics import parser as openmetrics_parser
 
 from tests.support.cli_runner import ROOT, tracekit
 
@@ -52,6 +54,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for event in trace["traceEvents"]:
                 _spoil(event, written)
             (folder / file.name).write_bytes(gzip.compress(json.dumps(trace).encode()))
+        elif file.name.endswith(".metrics.jsonl"):
+            rows = (json.loads(line) for line in file.read_text(encoding="utf-8").splitlines())
+            lines = [json.dumps(row | dict.fromkeys(HOSTILE, 1.5)) for row in rows]
+            (folder / file.name).write_text("\n".join([*lines, ""]), encoding="utf-8")
     manifest = json.loads((ROOT / "sample_traces" / "ci" / "red" / "run.json").read_text(encoding="utf-8"))
     manifest |= {"host": HOSTILE[0], "device_name": HOSTILE[10], "command": list(HOSTILE)}
     (folder / "run.json").write_text(json.dumps(manifest), encoding="utf-8")
@@ -89,6 +95,21 @@ def test_no_name_is_obeyed_split_or_lost(command: str, form: str, run: Path) -> 
     if form != "github":  # its lines are the commands of tracekit
         assert not CI_COMMAND.search(done.stdout)
     READERS.get(form, lambda text: None)(done.stdout)
+
+
+@pytest.mark.parametrize("form", ["prometheus", "openmetrics", "otlp"])
+def test_metrics_are_read_back_as_many_as_they_are(form: str, run: Path, tmp_path: Path) -> None:
+    done = tracekit("export", run, "--format", form, "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "out").read_text(encoding="utf-8")
+    assert not UNSEEN.search(text)
+    if form == "otlp":
+        documents = [json.loads(line) for line in text.splitlines()]
+        metrics = documents[0]["resourceMetrics"][0]["scopeMetrics"][0]["metrics"]
+        assert len(metrics) >= len(HOSTILE)
+    else:
+        parse = parser if form == "prometheus" else openmetrics_parser
+        assert len(list(parse.text_string_to_metric_families(text))) >= len(HOSTILE)
 
 
 def test_each_name_is_in_the_rows_of_a_query(run: Path) -> None:

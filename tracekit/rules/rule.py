@@ -131,9 +131,9 @@ class Finding:
 
     @property
     def cost_in_words(self) -> str:
-        """The cost: "saves 16 ms of 190 ms a step (8.4%)" by replay, else "costs up to 16 ms a step (8.4%)"; "" without.
+        """The cost: "saves 16 ms of 190 ms a step (8.4%)" by replay, else "costs up to 16 ms a step (8.4%)".
 
-        The replay's step is the run's mean; a rule's share is of the step that its message quotes.
+        "" without one. The replay's step is the run's mean; a rule's share is of the step that its message quotes.
         """
         if not self.impact:
             return ""

@@ -15,7 +15,7 @@ from tracekit import conventions
 from tracekit.errors import InputError, MissingExtraError
 from tracekit.ingest.readers.logs import MetricsLogs, read_manifest
 from tracekit.ingest.readers.reader import TraceInfo
-from tracekit.model import schema
+from tracekit.model import escaping, schema
 
 if TYPE_CHECKING:
     from prometheus_client.core import GaugeMetricFamily
@@ -195,10 +195,12 @@ def _families(run: str, points: Iterable[tuple[str, int, float, int | None]]) ->
     for name, rank, value, at_ns in points:
         if name not in names:
             names[name] = _free_name(_metric_name(name), families)
-            families[names[name]] = GaugeMetricFamily(names[name], f"{name} of the step, by rank.", labels=_LABELS)
+            families[names[name]] = GaugeMetricFamily(
+                names[name], f"{escaping.inert(name)} of the step, by rank.", labels=_LABELS
+            )
         scaled = value / _NS_PER_S if name.endswith("_ns") else value
         timestamp = None if at_ns is None else at_ns / _NS_PER_S
-        families[names[name]].add_metric((run, str(rank)), scaled, timestamp=timestamp)
+        families[names[name]].add_metric((escaping.inert(run), str(rank)), scaled, timestamp=timestamp)
     return list(families.values())
 
 
