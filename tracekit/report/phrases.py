@@ -124,8 +124,12 @@ def place(finding: Finding) -> str:
     at = [units.numbers("rank", ranks)] if ranks else []
     at += [units.numbers(noun, steps)] if steps else []
     called = str(row["op"]).replace("_", "-") if "op" in row else kernel_names.short(str(row.get("name", "")))
-    what = [escaping.inert(called, _MAX_WORD)] if called else []
-    what += [("of " if what else "") + escaping.inert(str(row["unit"]), _MAX_WORD)] if "unit" in row else []
+    # What the evidence of late launches names is what the device runs after its idle time.
+    before = "before " if "detail" in row and "op" not in row else ""
+    what = [before + escaping.inert(called, _MAX_WORD)] if called else []
+    # Modules of a sequence have numbers for names.
+    unit = f"module {row['unit']}" if str(row.get("unit")).isdecimal() else str(row.get("unit", ""))
+    what += [("of " if what else "") + escaping.inert(unit, _MAX_WORD)] if unit else []
     what += [f"in {row['phase']}"] if "phase" in row else []
     what += [f"at {escaping.inert(str(row['stack']), _MAX_WORD)}"] if "stack" in row else []
     return ": ".join(filter(None, (", ".join(at), " ".join(what))))

@@ -27,6 +27,11 @@ _HOST_DOES = {
     host_state.GARBAGE_COLLECTION: "runs Python's garbage collector",
     host_state.PYTHON: "is in Python or not scheduled",
 }
+_IDLE_WHILE_HOST = _HOST_DOES | {
+    host_state.OP: "is inside PyTorch ops",
+    host_state.LAUNCH: "launches kernels",
+    host_state.LOCK: "waits for a lock",
+}
 
 
 @dataclass(frozen=True)
@@ -117,6 +122,8 @@ def _most_of(rows: pl.DataFrame, kind_ns: int) -> str:
     if rows["kind"][0] == LATE:
         by = rows.group_by("cause", "detail").agg(pl.col("excess_ns").sum()).sort("excess_ns", "cause", descending=True)
         cause, detail, _ = by.row(0)
+        if detail in _IDLE_WHILE_HOST:
+            return f" (the host {_IDLE_WHILE_HOST[detail]})"
         text = " ".join(name.replace("_", " ") for name in (cause or "unknown", detail) if name)
         return f" ({text})"
     kernel, excess_ns, module = _top(rows)
