@@ -11,12 +11,11 @@ import streamlit as st
 
 from dashboard import widgets
 from dashboard.run_entry import RunEntry
+from tracekit.report import phrases
 
 SHOWN = "shown_moment"
 """The state with the moment that the timeline opens: run, window, rank, start_ns, dur_ns and ranks."""
 COLUMNS = ("window", "rank", "start_ns", "dur_ns")
-LATE = ("late_rank", "peer_rank")
-"""The columns of evidence that name the rank that another one waits for."""
 MAX_WAITING = 7
 
 
@@ -36,7 +35,7 @@ def late_and_waiting(rows: pl.DataFrame, row: Mapping[str, Any] | None = None) -
 
     Empty where the rows name no late rank.
     """
-    column = next((name for name in LATE if name in rows.columns), None)
+    column = next((name for name in phrases.LATE_RANK_COLUMNS if name in rows.columns), None)
     timed = rows.drop_nulls([column, "rank", "dur_ns"]) if column else rows.clear()
     if column is None or timed.is_empty() or (row is not None and row[column] is None):
         return ()

@@ -1,7 +1,10 @@
 """The guides for CI: the tutorial's commands make a red build, and recipes are valid and run as they stand."""
 
+import json
 import re
 import shutil
+import subprocess
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +92,26 @@ def test_commands_of_the_recipes_run_on_a_recorded_run(tmp_path: Path) -> None:
     assert "Failed" in (tmp_path / "summary.md").read_text()
     for file in ("tracekit.md", "tracekit.sarif", "junit.xml", "codequality.json", "report.html"):
         assert (clone / file).stat().st_size > 0
+
+
+def test_zizmor_finds_nothing_in_the_action_and_in_workflows(tmp_path: Path) -> None:
+    folder = tmp_path / ".github" / "workflows"
+    folder.mkdir(parents=True)
+    for number, text in enumerate(WORKFLOWS.values()):
+        (folder / f"{number}.yml").write_text(text, encoding="utf-8")
+    # The recipes name actions by tag, as they are read; the page says to pin them.
+    (tmp_path / "zizmor.yml").write_text("rules: {unpinned-uses: {disable: true}}", encoding="utf-8")
+    found = audit(doc_snippets.REPOSITORY / "action.yml") + audit("--config", tmp_path / "zizmor.yml", tmp_path)
+    assert [(finding["ident"], finding["locations"][0]["symbolic"]["route"]) for finding in found] == []
+
+
+def audit(*arguments: str | Path) -> list[dict[str, Any]]:
+    """Run zizmor's own executable without network; its findings."""
+    program = Path(sysconfig.get_path("scripts")) / "zizmor"
+    command = [program, "--offline", "--no-exit-codes", "--format=json", "--no-progress", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    findings: list[dict[str, Any]] = json.loads(done.stdout)
+    return findings
 
 
 def _steps(workflow: dict[Any, Any]) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from instrumented_trainers.parallelism.yafsdp import rank_programs, set_patience
+from instrumented_trainers.parallelism.yafsdp import MixedPrecisionPolicy, rank_programs, set_patience
 from tests.integration.yafsdp_attacks import Model, batch, shard_layers
 from tests.support import process_group
 
@@ -87,7 +87,61 @@ def skips_a_step(model: Any, optimizer: Any) -> None:
     backward(model)
 
 
+def raises(model: Any, optimizer: Any) -> None:
+    backward(model)
+    if is_last():
+        raise ValueError("on purpose")
+    optimizer.step()
+    backward(model)
+
+
+def unshards_alone(model: Any, optimizer: Any) -> None:
+    backward(model)
+    if is_last():
+        with model.unshard():
+            pass
+    optimizer.step()
+    backward(model)
+
+
+def leaves_a_layer_out(model: Any, optimizer: Any) -> None:
+    for step in range(2):
+        if is_last() and step:
+            model.layers = model.layers[:-1]
+        backward(model)
+        optimizer.step()
+
+
+def syncs_alone(model: Any, optimizer: Any) -> None:
+    model.set_requires_gradient_sync(is_last())
+    backward(model)
+    optimizer.step()
+    backward(model)
+
+
+def freezes_a_layer(model: Any, optimizer: Any) -> None:
+    backward(model)
+    if is_last():
+        model.layers[0].requires_grad_(False)
+    optimizer.step()
+    backward(model)
+
+
+def another_order(model: Any, optimizer: Any) -> None:
+    for step in range(2):
+        if is_last() and step:
+            model.layers = nn.ModuleList(list(model.layers)[::-1])
+        backward(model)
+        optimizer.step()
+
+
 PROGRAMS: dict[str, Callable[[Any, Any], None]] = {
+    "another order": another_order,
+    "an exception on one rank": raises,
+    "weights unsharded by one rank": unshards_alone,
+    "a layer left out": leaves_a_layer_out,
+    "a reduction by one rank": syncs_alone,
+    "a layer frozen on one rank": freezes_a_layer,
     "another micro-batch": another_micro_batch,
     "no backward": no_backward,
     "clipping on one rank": clipping,
@@ -99,17 +153,120 @@ PROGRAMS: dict[str, Callable[[Any, Any], None]] = {
 }
 
 
-def run(program: Callable[[Any, Any], None]) -> str:
+# Programs that differ without a wait: no collective is missing, and none has another size.
+
+
+def build(**options: Any) -> Any:
+    return shard_layers(Model(), **options)
+
+
+def two_steps(change: Callable[[Any, Any], None] = lambda _model, _optimizer: None) -> Callable[..., None]:
+    """A program that does something on the last rank after its first backward pass."""
+
+    def program(model: Any, optimizer: Any) -> None:
+        for step in range(3):
+            backward(model)
+            if is_last() and step == 0:
+                change(model, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return program
+
+
+def other_rate(_: Any, optimizer: Any) -> None:
+    optimizer.param_groups[0]["lr"] = 0.1
+
+
+def other_group(model: Any, optimizer: Any) -> None:
+    optimizer.param_groups[0]["params"].pop()
+
+
+def one_parameter_frozen(model: Any, _: Any) -> None:
+    model.layers[1].scale.requires_grad_(False)
+
+
+def keeps_gradients(_: Any, optimizer: Any) -> None:
+    optimizer.zero_grad = lambda: None
+
+
+def steps_twice(_: Any, optimizer: Any) -> None:
+    optimizer.step()
+
+
+def another_optimizer(model: Any, optimizer: Any) -> None:
+    torch.optim.Adam(model.parameters(), lr=0.05).step()
+    optimizer.step = lambda: None
+
+
+def clips_otherwise(model: Any, optimizer: Any) -> None:
+    for _ in range(2):
+        backward(model)
+        model.clip_grad_norm_(1.0 if is_last() else 2.0)
+        optimizer.step()
+
+
+def _where_last(yes: Callable[[], Any], no: Callable[[], Any] = build) -> Callable[[], Any]:
+    return lambda: yes() if is_last() else no()
+
+
+WITHOUT_WAIT: dict[str, tuple[Callable[[], Any], Callable[[Any, Any], None], str]] = {
+    "another depth": (_where_last(lambda: shard_layers(Model(depth=3))), two_steps(), "rank 0: unit layers.3"),
+    "another dtype": (_where_last(lambda: shard_layers(Model().bfloat16())), two_steps(), "torch.bfloat16"),
+    "another precision": (
+        _where_last(lambda: build(mp_policy=MixedPrecisionPolicy(torch.bfloat16))),
+        two_steps(),
+        "as torch.bfloat16",
+    ),
+    "other buffers": (_where_last(lambda: build(reshard_after_forward=False)), two_steps(), "keeps its weights"),
+    "a frozen model": (
+        _where_last(lambda: shard_layers(Model().requires_grad_(False))),
+        two_steps(),
+        "frozen torch.float32",
+    ),
+    "another rate": (build, two_steps(other_rate), r"SGD \(lr=0.1"),
+    "another group": (build, two_steps(other_group), r"23 parameters\)"),
+    "one parameter frozen": (build, two_steps(one_parameter_frozen), "23 parameters trained"),
+    "gradients kept": (build, two_steps(keeps_gradients), "gradients that were not cleared"),
+    "two steps": (build, two_steps(steps_twice), "step of SGD"),
+    "another optimizer": (build, two_steps(another_optimizer), "step of Adam"),
+    "another norm": (build, clips_otherwise, "clipping by the norm 2.0"),
+}
+
+
+def run_without_wait(name: str) -> str:
+    make, program, _ = WITHOUT_WAIT[name]
+    return run(program, make)
+
+
+def run(program: Callable[[Any, Any], None], make: Callable[[], Any] | None = None) -> str:
     set_patience(PATIENCE_S)
     try:
-        model = shard_layers(Model())
+        model = (make or functools.partial(build, keep_whole_gradients=True))()
         program(model, torch.optim.SGD(model.parameters(), lr=0.05))
+    except ValueError:  # this rank ends, and the process with it
+        dist.distributed_c10d._abort_process_group()
+        return "raised on purpose"
     except RuntimeError as error:
         dist.distributed_c10d._abort_process_group()  # else its end waits for collectives that nobody else calls
         return str(error)
     finally:
         set_patience(rank_programs.PATIENCE_S)
     return "ended"
+
+
+@functools.cache
+def outcomes_without_wait() -> dict[str, process_group.Outcome]:
+    return process_group.run_cases(
+        WORLD_SIZE, {name: functools.partial(run_without_wait, name) for name in WITHOUT_WAIT}
+    )
+
+
+@pytest.mark.parametrize("name", WITHOUT_WAIT)
+def test_a_difference_that_makes_nobody_wait_is_named(name: str) -> None:
+    for words in outcomes_without_wait()[name].results():
+        assert re.search("YaFSDP: the ranks (did not do the same|shard different models)", str(words)), words
+        assert re.search(WITHOUT_WAIT[name][2], str(words)), words
 
 
 EVERYDAY = ("another micro-batch", "a norm logged by one rank", "a step on one rank")

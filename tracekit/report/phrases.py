@@ -14,6 +14,8 @@ from tracekit.rules.rule import Finding, Report, Severity, cost_order, doubtful_
 from tracekit.sync import alignment
 
 _MAX_WORD = 60
+LATE_RANK_COLUMNS = ("late_rank", "peer_rank")
+"""The columns of evidence that name the rank that another one waits for."""
 _TIMES = ("start_ns", "end_ns", "at_ns", "ready_ns", "launched_ns", "host_start_ns", "host_end_ns")
 """The columns of evidence that are times of a trace; all others in ns are durations."""
 
@@ -115,24 +117,34 @@ def consequences(finding: Finding, findings: Sequence[Finding]) -> list[Finding]
 
 
 def place(finding: Finding) -> str:
-    """Where a finding is, by its first row of evidence: "rank 0, step 11: all-gather of layers.3 in forward"."""
+    """Where a finding is, by its first row of evidence: "rank 0, step 11: all-gather of layers.3 in forward".
+
+    Of a late rank, the row is a wait of another: "rank 6, step 11: late for the all-gather, where rank 2 waits".
+    """
     rows = finding.evidence.head(1).to_dicts()
     row = {name: value for name, value in (rows[0] if rows else {}).items() if value not in (None, "")}
+    late = next((row[name] for name in LATE_RANK_COLUMNS if name in row), None)
     ranks = (row["rank"],) if "rank" in row else finding.ranks
+    if late is not None:
+        ranks = finding.ranks if late in finding.ranks and row["rank"] not in finding.ranks else (late,)
     steps = (row["step"],) if "step" in row else finding.steps
     noun = "iteration" if finding.is_of_iterations else "step"
     at = [units.numbers("rank", ranks)] if ranks else []
     at += [units.numbers(noun, steps)] if steps else []
     called = str(row["op"]).replace("_", "-") if "op" in row else kernel_names.short(str(row.get("name", "")))
-    # What the evidence of late launches names is what the device runs after its idle time.
-    before = "before " if "detail" in row and "op" not in row else ""
-    what = [before + escaping.inert(called, _MAX_WORD)] if called else []
-    # Modules of a sequence have numbers for names.
-    unit = f"module {row['unit']}" if str(row.get("unit")).isdecimal() else str(row.get("unit", ""))
-    what += [("of " if what else "") + escaping.inert(unit, _MAX_WORD)] if unit else []
+    if late is not None:
+        called = f"late for the {called or 'collective'}"
+    elif "detail" in row and called:  # what the device runs after the idle time that its host is late for
+        called = f"before {called}"
+    what = [escaping.inert(called, _MAX_WORD)] if called else []
+    if "unit" in row:
+        unit = escaping.inert(str(row["unit"]), _MAX_WORD)
+        unit = f"module {unit}" if unit.isdigit() else unit  # of a Sequential
+        what.append(f"of {unit}" if what else unit)
     what += [f"in {row['phase']}"] if "phase" in row else []
     what += [f"at {escaping.inert(str(row['stack']), _MAX_WORD)}"] if "stack" in row else []
-    return ": ".join(filter(None, (", ".join(at), " ".join(what))))
+    waits = "" if late is None else f", where rank {row['rank']} waits"
+    return ": ".join(filter(None, (", ".join(at), " ".join(what)))) + waits
 
 
 def has_moment(finding: Finding) -> bool:

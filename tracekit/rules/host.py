@@ -38,15 +38,17 @@ _FACTS: tuple[TraceFact, ...] = (
 _LATE = (host_state.PYTHON, host_state.OP, host_state.LAUNCH, host_state.LOCK)
 _ACTIVITIES = {
     host_state.PYTHON: Advice("in Python or not scheduled", other="outside of recorded calls, or not scheduled"),
-    host_state.OP: Advice("inside PyTorch ops", other="inside recorded ranges"),
+    host_state.OP: Advice("busy calling PyTorch ops", other="inside recorded ranges"),
     host_state.LAUNCH: Advice("inside kernel launches"),
     host_state.LOCK: Advice("waiting for a lock"),
 }
 _LATER_STEPS = "Profile later steps: schedule(wait=…, warmup=2, …), or Recorder(warmup=2)."
-_FEWER_LAUNCHES = Advice(
-    "Shorten Python between launches (hooks, logging, gc), or launch fewer kernels: {}.",
-    other="Shorten what the host does between launches, or launch fewer kernels: CUDA graphs, fused kernels, larger "
-    "batches.",
+_OTHER_LAUNCHES = (
+    "Shorten what the host does between launches, or launch fewer kernels: CUDA graphs, fused kernels, larger batches."
+)
+_FEWER_LAUNCHES = Advice("Launch fewer kernels: {}.", other=_OTHER_LAUNCHES)
+_LESS_PYTHON = Advice(
+    "Shorten Python between launches (hooks, logging, gc), or launch fewer kernels: {}.", other=_OTHER_LAUNCHES
 )
 _PLACE = [*DEVICE, "phase", "name", "nth"]
 
@@ -112,13 +114,15 @@ class LateLaunch(Rule):
         doing = loss.rows(late).group_by("detail").agg(pl.col("dur_ns").sum())
         longest = largest_first(doing, "dur_ns", "detail").row(0, named=True)
         activity = _ACTIVITIES[longest["detail"]].suited_to(run)
+        is_in_torch = longest["detail"] in (host_state.OP, host_state.LAUNCH)
+        advice = _FEWER_LAUNCHES if is_in_torch else _LESS_PYTHON
         yield loss.finding(
             self,
             Severity.WARNING if is_certain and not is_pause and not cold_ns else Severity.INFO,
             f"The {quoted_step.noun(loss.row)} is launch-bound: compute is idle {loss} because no kernel "
             f"has been launched. During {units.duration(longest['dur_ns'])} of that, the host is "
             f"{activity}.{pause}{cold}{_line(loss.rows(late)) or _between(loss.rows(late))}",
-            _LATER_STEPS if cold_ns else _FEWER_LAUNCHES.suited_to(run).format(", ".join(_fewer_launches(run))),
+            _LATER_STEPS if cold_ns else advice.suited_to(run).format(", ".join(_fewer_launches(run))),
             confidence=0.8 if on_device else 0.6,
             evidence=_evidence(loss, late),
             what_if=None if cold_ns else WhatIf(LATE_LAUNCH),

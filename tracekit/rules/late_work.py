@@ -19,6 +19,7 @@ _MIN_NAMED = 0.1
 """Kinds below this share of the excess are not mentioned."""
 _MOST = 0.5
 _MAX_NAME = 48
+_CALLS_OPS = "calls PyTorch ops"
 _HOST_DOES = {
     host_state.SYNCHRONIZE: "waits for the device",
     host_state.DATA: "waits for data",
@@ -26,11 +27,7 @@ _HOST_DOES = {
     host_state.COMPILE: "compiles",
     host_state.GARBAGE_COLLECTION: "runs Python's garbage collector",
     host_state.PYTHON: "is in Python or not scheduled",
-}
-_IDLE_WHILE_HOST = _HOST_DOES | {
-    host_state.OP: "is inside PyTorch ops",
-    host_state.LAUNCH: "launches kernels",
-    host_state.LOCK: "waits for a lock",
+    host_state.OP: _CALLS_OPS,
 }
 
 
@@ -116,14 +113,14 @@ _NOUNS = dict(
 
 
 def _most_of(rows: pl.DataFrame, kind_ns: int) -> str:
-    """The kernel, operator or cause with most of a kind, in brackets; "" where it has little of it."""
+    """The kernel or operator with most of a kind, in brackets, or what the host does; "" where it has little of it."""
     if rows.is_empty() or rows["excess_ns"].sum() == 0:
         return ""
     if rows["kind"][0] == LATE:
         by = rows.group_by("cause", "detail").agg(pl.col("excess_ns").sum()).sort("excess_ns", "cause", descending=True)
         cause, detail, _ = by.row(0)
-        if detail in _IDLE_WHILE_HOST:
-            return f" (the host {_IDLE_WHILE_HOST[detail]})"
+        if cause == gap_causes.HOST and detail in _HOST_DOES:
+            return f" in which the host {_HOST_DOES[detail]}"
         text = " ".join(name.replace("_", " ") for name in (cause or "unknown", detail) if name)
         return f" ({text})"
     kernel, excess_ns, module = _top(rows)
@@ -232,7 +229,8 @@ def _late(excess: ExcessTime, rows: pl.DataFrame, subject: Subject) -> tuple[str
         claim = f"{subject.has} device is idle for longer than {_that_of(subject)}"
         return claim, UNKNOWN.format(ranks=who)
     does = _HOST_DOES.get(detail)
-    claim = f"{subject.has} host {does} for longer" if does else f"{subject.has} host launches kernels late"
+    is_launching = does in (None, _CALLS_OPS)
+    claim = f"{subject.has} host launches kernels late" if is_launching else f"{subject.has} host {does} for longer"
     fixes = {host_state.COMPILE: FIX_COMPILATION, host_state.GARBAGE_COLLECTION: FIX_GARBAGE}
     return claim, fixes.get(detail, "")  # else SLOW_HOST, by what the run is
 

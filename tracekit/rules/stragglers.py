@@ -336,6 +336,7 @@ class UnevenRanks(Rule):
             return  # EP001
         shares = [units.share(peer_ns / quoted_ns) for peer_ns in latest["dur_ns"].to_list()]
         named = [f"rank {rank} ({share})" for rank, share in zip(most_late, shares, strict=True)]
+        named[:1] = [f"{rank_share[:-1]} of the waiting)" for rank_share in named[:1]]
         late_for = f"most for {', '.join(named)}" if named else "for which ranks is within clock error"
         suspects = f"ranks {', '.join(map(str, most_late))}" if len(most_late) > 1 else "single ranks"
         late_steps = means.filter(pl.col("wait_ratio") > self.min_wait_ratio)
@@ -355,7 +356,7 @@ class UnevenRanks(Rule):
         excess = late_ranks.excess_time(run, last.select(*_STEP, "rank")) if last.height else None
         others = late_work.names(most_late[:1] if latest_rank is None else [latest_rank], run.ranks)
         if latest_rank is None:
-            subject = Subject("The latest rank", others, tail=f", and ranks vary: {', '.join(named) or suspects}")
+            subject = Subject("The latest rank", others, tail=f", in turn {', '.join(named) or suspects}")
         else:
             waits = "the others wait" if len(run.ranks) > 2 else f"{others} waits"
             subject = Subject(f"Rank {latest_rank}", others, tail=f", and {waits} for it")

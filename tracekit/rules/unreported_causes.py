@@ -75,7 +75,7 @@ def _findings(report: Report, cause: Cause, fix: str) -> Iterator[Finding]:
         cost_ns=remaining_ns,
         confidence=alone.confidence,
         evidence=saved.head(_EVIDENCE_ROWS).select("window", "rank", "step", "duration_ns", "saved_ns"),
-        claim=f"Small losses of one kind ({cause.title}) add up",
+        claim=f"Part of the step is lost to {cause.loss_in_words}",
         what_if=WhatIf(cause, MIN_SAVED_RATIO),
         removals=(*(removal for finding in sources for removal in finding.removals), Removal(cause)),
         is_priced=True,

@@ -8,6 +8,7 @@ import torch
 from instrumented_trainers.parallelism.yafsdp import rank_programs
 from instrumented_trainers.parallelism.yafsdp.communication_lane import DelayedRead, Lane, PendingCollective
 from instrumented_trainers.parallelism.yafsdp.flat_parameters import UnitParameter
+from instrumented_trainers.parallelism.yafsdp.shard_tensor import plain_tensors
 from instrumented_trainers.parallelism.yafsdp.unit import Unit
 
 
@@ -35,6 +36,7 @@ class RankAgreement:
         self._sent = torch.zeros(2, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._sent_values = self._sent.numpy()
         self._checksum = 0
+        self._is_trained: list[bool] = []
         self._pending: PendingCollective | None = None
         self._read: DelayedRead | None = None
 
@@ -48,6 +50,11 @@ class RankAgreement:
         """Send which trainable parameters of the units got a gradient on this rank, and the checksum."""
         if not units or self._lane.ranks.count == 1:
             return
+        with plain_tensors():
+            is_trained = [parameter.shard.requires_grad for parameter in self._flag]
+        if is_trained != self._is_trained:  # the first time, and where weights are frozen or unfrozen
+            self._is_trained = is_trained
+            self.note(f"{sum(is_trained)} parameters trained, checksum {zlib.crc32(bytes(is_trained))}")
         rank_programs.note("end of backward")
         if self._pending is not None:
             self._pending.wait()  # nobody may have waited for the last one, and its memory is used again
@@ -70,10 +77,12 @@ class RankAgreement:
         largest, negative_of_smallest = read()
         if largest != -negative_of_smallest:
             raise RuntimeError(
-                "YaFSDP: the ranks did not do the same: they ran other units or in another order, or one of them made "
-                "an optimizer step that another left out. Collectives match by order, so weights and gradients are "
-                "mixed up by now. Let every rank run the same units in the same order (parameters within a unit may "
-                "differ) and step together"
+                rank_programs.explained(
+                    "YaFSDP: the ranks did not do the same: they ran other units or in another order, or stepped or "
+                    "cleared otherwise. Collectives match by order, so weights and gradients are mixed up by now. Let "
+                    "every rank run the same units in the same order (parameters within a unit may differ) and step "
+                    "together, with the same options"
+                )
             )
 
     def compare_at_once(self) -> None:

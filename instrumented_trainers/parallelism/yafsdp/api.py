@@ -28,6 +28,7 @@ from instrumented_trainers.parallelism.yafsdp.optimizer_support import (
     end_plain_step,
     refuse_originals,
     refuse_whole_tensor_optimizer,
+    step_description,
     units_of,
 )
 from instrumented_trainers.parallelism.yafsdp.refusals import refuse_training_unsharded, refuse_unreduced_gradients
@@ -260,8 +261,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         return None
     for unit in units:
         refuse_unreduced_gradients(unit)
+    what = step_description(optimizer)
     for engine in {unit.engine for unit in units} - {None}:
-        engine.note_step()  # type: ignore[union-attr]
+        engine.note(what)  # type: ignore[union-attr]
     if isinstance(optimizer, WholeTensorOptimizer):
         return None
     hook_optimizer(optimizer)

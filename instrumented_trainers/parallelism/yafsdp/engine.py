@@ -33,7 +33,7 @@ from instrumented_trainers.parallelism.yafsdp.communication_lane import lane_for
 from instrumented_trainers.parallelism.yafsdp.execution_order import ExecutionOrder
 from instrumented_trainers.parallelism.yafsdp.flat_parameters import UnitParameter
 from instrumented_trainers.parallelism.yafsdp.mixed_precision import tensors_in
-from instrumented_trainers.parallelism.yafsdp.rank_programs import answer_others
+from instrumented_trainers.parallelism.yafsdp.rank_programs import answer_others, compare_models
 from instrumented_trainers.parallelism.yafsdp.refusals import (
     refuse_absent_weights,
     refuse_changed_weights,
@@ -73,6 +73,10 @@ class Engine:
         for unit in self.units:
             unit.engine = self
         answer_others()
+        description = [unit.description for unit in self.units]
+        for group in (root.ranks.shards, root.ranks.replicas):
+            if group is not None:
+                compare_models(description, group)
 
     @property
     def slots(self) -> tuple[Slots[Unit], ...]:
@@ -155,9 +159,9 @@ class Engine:
         unit.uses_left -= 1
         self._post_backward(unit, is_last=unit.uses_left <= 0)
 
-    def note_step(self) -> None:
-        """Note an optimizer step, which all ranks must make."""
-        self.agreement.note("optimizer step")
+    def note(self, what: str) -> None:
+        """Note what all ranks must do, such as an optimizer step."""
+        self.agreement.note(what)
 
     def _post_backward(self, unit: Unit, *, is_last: bool = True) -> None:
         """Release the unit's weight slot and, after its last use, reduce-scatter its gradients."""
@@ -324,7 +328,8 @@ class Engine:
         if slot.reduction is not None:
             unit, token = slot.reduction
             token.wait()
-            unit.accumulate_reduced(self._lanes[unit])
+            if unit.accumulate_reduced(self._lanes[unit]):
+                self.agreement.note("gradients that were not cleared", unit)
             slot.reduction = None
 
     def _finish_reductions(self) -> None:

@@ -213,6 +213,13 @@ class FlatParameters:
         """Size of the unsharded gradients."""
         return self.layout.numel * self.reduce_dtype.itemsize
 
+    @property
+    def description(self) -> str:
+        """What must be the same on all ranks."""
+        trained = "trained" if self.is_trained else "frozen"
+        shapes = ", ".join("x".join(map(str, shape)) or "scalar" for shape in self.layout.shapes)
+        return f"{trained} {self.dtype} as {self.weight_dtype}, summed in {self.reduce_dtype}: {shapes}"
+
     # Shards ----------------------------------------------------------------------------------------------------------
 
     def leave_meta(self) -> None:
@@ -348,22 +355,24 @@ class FlatParameters:
             return self.has_unreduced and any(p.shard.grad is not None for p in self._shown_unreduced)
 
     @torch.no_grad()
-    def accumulate_reduced(self, lane: Lane, buffer: Tensor, *, is_first: bool) -> None:
+    def accumulate_reduced(self, lane: Lane, buffer: Tensor, *, is_first: bool) -> bool:
         """Add the mean over ranks to the gradient shard; this rank's chunk of `buffer` is the sum.
 
-        Before the first one of a backward pass the gradient shard is made what the optimizer sees of it.
+        Before the first one of a backward pass the gradient shard is made what the optimizer sees of it. Return whether
+        that was nothing.
         """
         is_zero = self._adopt_gradients() if is_first else False
         assert self.gradient is not None
         chunk, scale = lane.chunk(buffer), self._predivisor / self.divisor
         if not self._home.is_offloaded:
             self._sum(is_zero=is_zero, is_first=is_first).add_(chunk, alpha=scale)
-            return
+            return is_zero
         mean = chunk.to(self.dtype, copy=True).mul_(scale)
         if is_zero:
             lane.copy_out(mean, self.gradient)
         else:
             self._copy_to_incoming(lane, mean)
+        return is_zero
 
     def _sum(self, *, is_zero: bool, is_first: bool) -> Tensor:
         """Return what means are added to: the gradient shard, or where that keeps fewer digits, a sum that does not."""

@@ -75,6 +75,8 @@ class YaFSDPModule:
         parameters, for which it is another name.
         """
         assert isinstance(self, nn.Module)
+        if self._yafsdp_unit.engine is not None:
+            self._yafsdp_unit.engine.note(f"clipping by the norm {max_norm}")
         return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
 
     def unshard(self, *, writeback: bool = True) -> WholeWeights:

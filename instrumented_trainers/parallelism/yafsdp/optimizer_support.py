@@ -42,6 +42,23 @@ def units_of(optimizer: Optimizer) -> list[Unit]:
     return list(dict.fromkeys(owner for owner in owners if owner is not None))
 
 
+def step_description(optimizer: Optimizer) -> str:
+    """What must be the same on all ranks in an optimizer's step: options of each group, and of how many parameters."""
+    groups = (
+        [f"{name}={value}" for name, value in group.items() if _is_plain(value)]
+        + [f"{len(group['params'])} parameters"]
+        for group in optimizer.param_groups
+    )
+    return f"step of {type(optimizer).__name__} ({'; '.join(', '.join(options) for options in groups)})"
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether an option can be read without a wait for a device."""
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, bool | int | float | str)
+
+
 def refuse_originals(optimizer: Optimizer) -> None:
     """Raise RuntimeError if the optimizer holds parameters that `fully_shard` has replaced by shards since."""
     for group in optimizer.param_groups:

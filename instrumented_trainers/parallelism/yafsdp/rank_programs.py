@@ -8,7 +8,7 @@ through the store of the process group, and raises with all of them. Until then 
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +21,10 @@ _SHOWN, _ANSWER_S, _POLL_S = 6, 5.0, 0.5
 _patience = timedelta(seconds=PATIENCE_S)
 _done: deque[tuple[int, str]] = deque(maxlen=64)
 _numbers = itertools.count(1)
-_watched: set[int] = set()
+_stores: list[Any] = []
+"""Of the process groups that have been the default one; the last is this one's."""
+_models: dict[tuple[int, ...], int] = {}
+"""How many models have been compared, by the ranks that they are sharded over."""
 
 
 def set_patience(seconds: float) -> None:
@@ -48,14 +51,40 @@ def wait_for(work: dist.Work) -> None:
 def answer_others() -> None:
     """Begin to answer ranks that ask what this one did, in a thread that asks the store twice a second."""
     store = dist.distributed_c10d._get_default_store()
-    if id(store) in _watched:
+    if any(other is store for other in _stores):
         return
-    _watched.add(id(store))
+    global _numbers
+    _stores.append(store)
+    _numbers = itertools.count(1)
     _done.clear()
+    _models.clear()
     own_connection = store.clone()  # a thread that used the main one's would make it wait
     threading.Thread(
         target=_answer, args=(own_connection, dist.get_rank()), name="yafsdp-programs", daemon=True
     ).start()
+
+
+def compare_models(description: Sequence[str], group: dist.ProcessGroup) -> None:
+    """Raise RuntimeError, on every rank of the group, unless all describe their models alike.
+
+    Through the store, before any of their collectives, whose sizes would differ, too.
+    """
+    store, members = dist.distributed_c10d._get_default_store(), tuple(dist.get_process_group_ranks(group))
+    number = _models[members] = _models.get(members, 0) + 1
+    keys = {rank: f"yafsdp/model/{'-'.join(map(str, members))}/{number}/{rank}" for rank in members}
+    store.set(keys[dist.get_rank()], "\n".join(description))
+    for rank, key in keys.items():
+        try:
+            store.wait([key], _patience)
+        except RuntimeError as error:
+            raise RuntimeError(_explanation(f"rank {rank} runs no model that is sharded over {members}")) from error
+        others = store.get(key).decode().splitlines()
+        for own_line, line in itertools.zip_longest(description, others):
+            if own_line != line:
+                raise RuntimeError(
+                    "YaFSDP: the ranks shard different models; build and shard the same one on all ranks:\n  "
+                    f"rank {dist.get_rank()}: {own_line or 'no more units'}\n  rank {rank}: {line or 'no more units'}"
+                )
 
 
 def _answer(store: Any, rank: int) -> None:
@@ -63,9 +92,9 @@ def _answer(store: Any, rank: int) -> None:
     while not pause.wait(_POLL_S):
         try:
             asks = store.add("yafsdp/asks", 0)
-            if asks > answered:
-                answered = asks
-                store.set(_key(asks, rank), "\n".join(f"{number} {what}" for number, what in tuple(_done)))
+            for ask in range(answered + 1, asks + 1):  # several ranks may ask at once
+                store.set(_key(ask, rank), "\n".join(f"{number} {what}" for number, what in tuple(_done)))
+            answered = asks
         except RuntimeError:  # the store ended before this process
             return
 
@@ -76,13 +105,17 @@ def _key(ask: int, rank: int) -> str:
 
 def _explanation(failure: str) -> str:
     """Explain why a collective did not end, by the programs of all ranks."""
-    own, ranks = dist.get_rank(), range(dist.get_world_size())
+    return explained(
+        f"YaFSDP: rank {dist.get_rank()} waited in vain for other ranks ({failure.splitlines()[0]}). Collectives match "
+        "by order: all ranks must run the same units, micro-batches, clippings and optimizer steps in the same order"
+    )
+
+
+def explained(difference: str) -> str:
+    """A sentence on a difference of ranks, and what each of them did last, from the first difference on."""
+    ranks = range(dist.get_world_size())
     programs = _programs_of(ranks)
-    words = [
-        f"YaFSDP: rank {own} waited in vain for other ranks ({failure.splitlines()[0]}). Collectives match by order: "
-        "all ranks must run the same units, micro-batches, clippings and optimizer steps in the same order; what they "
-        "did last:"
-    ]
+    words = [f"{difference}; what they did last:"]
     first = first_difference({rank: program for rank, program in programs.items() if program})
     for rank in ranks:
         program = programs.get(rank)

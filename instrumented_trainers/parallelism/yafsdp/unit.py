@@ -36,8 +36,8 @@ class UnitEngine(Protocol):
     def end_backward(self, unit: "Unit") -> None:
         """Note that autograd has gone back through one use of the unit."""
 
-    def note_step(self) -> None:
-        """Note that an optimizer steps shards of the model."""
+    def note(self, what: str) -> None:
+        """Note what all ranks must do, such as an optimizer step."""
 
 
 class Unit:
@@ -128,6 +128,13 @@ class Unit:
     def replaced_parameter(self) -> UnitParameter | None:
         """Return a parameter that is no longer the shard, or whose memory is not the shard's; None if all are."""
         return next((replaced for flat in self.flats if (replaced := flat.replaced_parameter()) is not None), None)
+
+    @property
+    def description(self) -> str:
+        """What must be the same on all ranks."""
+        flats = "; ".join(flat.description for flat in self.flats)
+        keeps = "keeps its weights" if self.owns_slots else f"shares {self.buffers} buffers"
+        return f"unit {self.name or 'of the root'} {keeps}: {flats}"
 
     # Weights ---------------------------------------------------------------------------------------------------------
 
@@ -274,12 +281,18 @@ class Unit:
                 flat.show_unreduced(self.with_gradient)
 
     @torch.no_grad()
-    def accumulate_reduced(self, lane: Lane) -> None:
-        """Add the means over ranks to the gradient shards, of what was reduce-scattered last."""
+    def accumulate_reduced(self, lane: Lane) -> bool:
+        """Add the means over ranks to the gradient shards, of what was reduce-scattered last.
+
+        Return whether a program had left gradients there.
+        """
+        had_gradients = False
         for flat in self._reduced:
             is_first = flat not in self._unpublished
             self._unpublished.add(flat)
-            flat.accumulate_reduced(lane, self._whole_gradients(flat), is_first=is_first)
+            is_zero = flat.accumulate_reduced(lane, self._whole_gradients(flat), is_first=is_first)
+            had_gradients |= is_first and not is_zero
+        return had_gradients
 
     @torch.no_grad()
     def publish_gradients(self, unused: Collection[UnitParameter]) -> None:

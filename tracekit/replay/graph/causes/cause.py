@@ -58,6 +58,8 @@ class Cause:
     """What the replay removes."""
     basis: str
     """What the answer rests on."""
+    loss: str = ""
+    """What the time is lost to: "waiting for late ranks"; by default the title."""
     kind: Kind
     transform: Transform
     place: int = REMOVES
@@ -85,6 +87,11 @@ class Cause:
     def title(self) -> str:
         """Name as words: late-launch is "late launch"."""
         return self.name.replace("-", " ")
+
+    @property
+    def loss_in_words(self) -> str:
+        """What the time is lost to, as a noun."""
+        return self.loss or self.title
 
     def code(self, ranks: tuple[int, ...] = ()) -> str:
         """Code of the rule that speaks of this cause, on some ranks."""

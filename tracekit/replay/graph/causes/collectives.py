@@ -103,25 +103,33 @@ def with_balanced_experts(graph: Graph) -> Graph:
 
 
 COMMUNICATION = Cause(
-    name="communication", codes=("COMM001",), kind=Kind.COMMUNICATION, transform=without_transfers, confidence=0.8,
+    name="communication",
+    loss="exposed communication",
+    codes=("COMM001",), kind=Kind.COMMUNICATION, transform=without_transfers, confidence=0.8,
     is_transfer_time=True,
     summary="transfers take no time",
     basis="recorded transfers, without waiting for peers",
 )  # fmt: skip
 SLOW_LINK = Cause(
-    name="slow-link", codes=("RANK002",), kind=Kind.STRAGGLERS, transform=equalize_transfers, place=30, confidence=0.8,
+    name="slow-link",
+    loss="slow links",
+    codes=("RANK002",), kind=Kind.STRAGGLERS, transform=equalize_transfers, place=30, confidence=0.8,
     is_transfer_time=True,
     summary="collectives of one kind and size are as fast in every group and step as in the fastest",
     basis="transfer times by op, size and place, across groups and steps",
 )  # fmt: skip
 SMALL_COLLECTIVES = Cause(
-    name="small-collectives", codes=("COMM002",), kind=Kind.COMMUNICATION, transform=bucket_collectives, place=30,
+    name="small-collectives",
+    loss="small collectives",
+    codes=("COMM002",), kind=Kind.COMMUNICATION, transform=bucket_collectives, place=30,
     confidence=0.7, is_transfer_time=True,
     summary="collectives that follow each other, or that one call or larger units could replace, are merged",
     basis="latency of the group's collectives, from this run's time against size",
 )  # fmt: skip
 UNBALANCED_EXPERTS = Cause(
-    name="unbalanced-experts", codes=("EP001",), kind=Kind.COMMUNICATION, transform=with_balanced_experts, place=30,
+    name="unbalanced-experts",
+    loss="overloaded experts",
+    codes=("EP001",), kind=Kind.COMMUNICATION, transform=with_balanced_experts, place=30,
     confidence=0.8,
     summary="the experts of each rank get the mean number of tokens of their group",
     basis="sizes of the all-to-alls around the experts, and the compute between them",
@@ -240,18 +248,24 @@ def _balanced_transfers(graph: Graph, pairs: pl.DataFrame) -> tuple[np.ndarray, 
 
 
 SHARED_QUEUE = Cause(
-    name="shared-queue", codes=("STREAM002",), kind=Kind.CONTENTION, transform=independent_streams, place=REORDERS,
+    name="shared-queue",
+    loss="streams that wait for each other",
+    codes=("STREAM002",), kind=Kind.CONTENTION, transform=independent_streams, place=REORDERS,
     summary="work on a stream does not wait until earlier-launched work on other streams has started",
     basis="the start order, where it never differs from the launch order",
 )  # fmt: skip
 SHARED_COMMUNICATOR = Cause(
-    name="shared-communicator", codes=("STREAM002",), kind=Kind.CONTENTION, transform=independent_collectives,
+    name="shared-communicator",
+    loss="collectives of one group that wait for each other",
+    codes=("STREAM002",), kind=Kind.CONTENTION, transform=independent_collectives,
     place=REORDERS, confidence=0.4,
     summary="collectives of one group on different streams overlap",
     basis="the order of collectives in a group, where they never overlap",
 )  # fmt: skip
 LATE_GATHERS = Cause(
-    name="late-gathers", codes=("COMM001",), kind=Kind.COMMUNICATION, transform=prefetch_all_gathers, place=REORDERS,
+    name="late-gathers",
+    loss="all-gathers that start late",
+    codes=("COMM001",), kind=Kind.COMMUNICATION, transform=prefetch_all_gathers, place=REORDERS,
     confidence=0.7,
     summary="each all-gather may start one unit earlier (prefetch)",
     basis="an all-gather waits for the compute that the previous one waited for",

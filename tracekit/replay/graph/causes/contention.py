@@ -158,25 +158,33 @@ def extrapolates(graph: Graph, played: Replay) -> bool:
 
 
 SLOWED_COMPUTE = Cause(
-    name="slowed-compute", codes=("STREAM003",), kind=Kind.CONTENTION, transform=uncontended_compute, place=20,
+    name="slowed-compute",
+    loss="compute that concurrent collectives slow",
+    codes=("STREAM003",), kind=Kind.CONTENTION, transform=uncontended_compute, place=20,
     confidence=0.7, removed_contention=Contention.COMPUTE,
     summary="compute is as fast with concurrent collectives as alone",
     basis="the same kernel (name, grid, shapes) alone and overlapped by collectives",
 )  # fmt: skip
 SLOWED_COLLECTIVES = Cause(
-    name="slowed-collectives", codes=("STREAM004",), kind=Kind.CONTENTION, transform=uncontended_collectives, place=21,
+    name="slowed-collectives",
+    loss="collectives that concurrent compute slows",
+    codes=("STREAM004",), kind=Kind.CONTENTION, transform=uncontended_collectives, place=21,
     confidence=0.7, is_transfer_time=True,
     summary="collectives are as fast with concurrent compute as alone",
     basis="collectives of the same op, group and size, alone and overlapped by compute",
 )  # fmt: skip
 PREPARATION = Cause(
-    name="preparation", codes=("COMM004",), kind=Kind.COMMUNICATION, transform=without_preparation, confidence=0.6,
+    name="preparation",
+    loss="preparation of collectives",
+    codes=("COMM004",), kind=Kind.COMMUNICATION, transform=without_preparation, confidence=0.6,
     removed_contention=Contention.PREPARATION,
     summary="no copy, cast or division is needed before a collective",
     basis="work under a collective's span, or directly before it on its stream",
 )  # fmt: skip
 GIVE_WAY = Cause(
-    name="give-way", codes=("STREAM001",), kind=Kind.CONTENTION, transform=without_give_way, place=21, confidence=0.8,
+    name="give-way",
+    loss="preparation that concurrent compute slows",
+    codes=("STREAM001",), kind=Kind.CONTENTION, transform=without_give_way, place=21, confidence=0.8,
     removed_contention=Contention.PREPARATION,
     summary="preparation of a collective is as fast with concurrent compute as alone",
     basis="the same kernel alone, by time per byte where message sizes differ",

@@ -69,7 +69,9 @@ def reduce_once_per_step(graph: Graph) -> Graph:
 
 
 MISALIGNED_PRODUCTS = Cause(
-    name="misaligned-products", codes=("COMP001",), kind=Kind.COMPUTE,
+    name="misaligned-products",
+    loss="misaligned matrix products",
+    codes=("COMP001",), kind=Kind.COMPUTE,
     transform=partial(without_avoidable_time, cause=avoidable_time.MISALIGNED), place=10, confidence=0.6,
     summary="rows of matrix products begin at multiples of 16 bytes in memory",
     basis="kernels for other rows, at the share of the roofline that the other products reach",
@@ -77,7 +79,9 @@ MISALIGNED_PRODUCTS = Cause(
 
 
 IDLE_TENSOR_CORES = Cause(
-    name="idle-tensor-cores", codes=("COMP002",), kind=Kind.COMPUTE,
+    name="idle-tensor-cores",
+    loss="matrix products without tensor cores",
+    codes=("COMP002",), kind=Kind.COMPUTE,
     transform=partial(without_avoidable_time, cause=avoidable_time.NO_TENSOR_CORES), place=10, confidence=0.6,
     summary="32-bit matrix products use tensor cores (TF32)",
     basis="kernels that do not, at half the peak in TF32 or 80% of the memory bandwidth",
@@ -85,7 +89,9 @@ IDLE_TENSOR_CORES = Cause(
 
 
 UNFUSED_OPTIMIZER = Cause(
-    name="unfused-optimizer", codes=("COMP003",), kind=Kind.COMPUTE,
+    name="unfused-optimizer",
+    loss="an optimizer of many kernels",
+    codes=("COMP003",), kind=Kind.COMPUTE,
     transform=partial(without_avoidable_time, cause=avoidable_time.UNFUSED_OPTIMIZER), place=10, confidence=0.6,
     summary="one kernel updates parameters and optimizer state",
     basis="elementwise kernels of the optimizer, by their accesses to memory and those of a fused one",
@@ -93,7 +99,9 @@ UNFUSED_OPTIMIZER = Cause(
 
 
 UNFUSED_KERNELS = Cause(
-    name="unfused-kernels", codes=("COMP004",), kind=Kind.COMPUTE,
+    name="unfused-kernels",
+    loss="elementwise kernels that are not fused",
+    codes=("COMP004",), kind=Kind.COMPUTE,
     transform=partial(without_avoidable_time, cause=avoidable_time.UNFUSED_CHAIN), place=10, confidence=0.6,
     summary="elementwise kernels in a row are one",
     basis="inputs that the kernel before wrote, by their share of the bytes that a kernel moves",
@@ -101,7 +109,9 @@ UNFUSED_KERNELS = Cause(
 
 
 PARTIAL_WAVES = Cause(
-    name="partial-waves", codes=("COMP005",), kind=Kind.COMPUTE,
+    name="partial-waves",
+    loss="partly filled waves of matrix products",
+    codes=("COMP005",), kind=Kind.COMPUTE,
     transform=partial(without_avoidable_time, cause=avoidable_time.PARTIAL_WAVE), place=10, confidence=0.6,
     summary="the last wave of blocks of a matrix product fills the device",
     basis="blocks of products with one block per tile, by the number of multiprocessors",
@@ -109,7 +119,9 @@ PARTIAL_WAVES = Cause(
 
 
 SLOW_ARITHMETIC = Cause(
-    name="slow-arithmetic", codes=("COMP006",), kind=Kind.COMPUTE,
+    name="slow-arithmetic",
+    loss="slow elementwise ops",
+    codes=("COMP006",), kind=Kind.COMPUTE,
     transform=partial(without_avoidable_time, cause=avoidable_time.SLOW_ARITHMETIC), place=10, confidence=0.8,
     summary="elementwise ops of a CPU run are as fast as others of their size",
     basis="ops that take five times as long in every call as others of the same element type and size",
@@ -117,7 +129,9 @@ SLOW_ARITHMETIC = Cause(
 
 
 CASTS = Cause(
-    name="casts", codes=("COMP007",), kind=Kind.COMPUTE,
+    name="casts",
+    loss="conversions of element types",
+    codes=("COMP007",), kind=Kind.COMPUTE,
     transform=partial(without_avoidable_time, cause=avoidable_time.CAST), place=10, confidence=0.8,
     summary="no op of a CPU run converts element types",
     basis="copies to another floating type",
@@ -125,7 +139,9 @@ CASTS = Cause(
 
 
 SMALL_OPS = Cause(
-    name="small-ops", codes=("COMP008",), kind=Kind.COMPUTE,
+    name="small-ops",
+    loss="hundreds of small ops",
+    codes=("COMP008",), kind=Kind.COMPUTE,
     transform=partial(without_avoidable_time, cause=avoidable_time.SMALL_OP), place=10, confidence=0.8,
     summary="one op replaces hundreds of small ones",
     basis="ops of a CPU run on less than 64 KiB, called with the same shapes 200 times in a step or more",
@@ -133,7 +149,9 @@ SMALL_OPS = Cause(
 
 
 ANOMALY_CHECKS = Cause(
-    name="anomaly-checks", codes=("COMP009",), kind=Kind.COMPUTE,
+    name="anomaly-checks",
+    loss="checks of anomaly mode",
+    codes=("COMP009",), kind=Kind.COMPUTE,
     transform=partial(without_avoidable_time, cause=avoidable_time.ANOMALY_CHECK), place=10, confidence=0.8,
     summary="autograd looks for no NaN in gradients (anomaly mode)",
     basis="ops of a CPU run that autograd calls for that after each node of backward, and stacks that forward records",
@@ -141,7 +159,9 @@ ANOMALY_CHECKS = Cause(
 
 
 DETERMINISTIC_FILLS = Cause(
-    name="deterministic-fills", codes=("COMP010",), kind=Kind.COMPUTE,
+    name="deterministic-fills",
+    loss="fills of deterministic mode",
+    codes=("COMP010",), kind=Kind.COMPUTE,
     transform=partial(without_avoidable_time, cause=avoidable_time.DETERMINISTIC_FILL), place=10, confidence=0.9,
     summary="new tensors are not overwritten first (deterministic mode)",
     basis="aten::fill_ within ops that allocate tensors",
@@ -156,7 +176,9 @@ RECOMPUTATION = Cause(
 
 
 MICRO_BATCH_REDUCTIONS = Cause(
-    name="micro-batch-reductions", codes=("COMM003",), kind=Kind.COMMUNICATION, transform=reduce_once_per_step,
+    name="micro-batch-reductions",
+    loss="reductions in every micro-batch",
+    codes=("COMM003",), kind=Kind.COMMUNICATION, transform=reduce_once_per_step,
     summary="gradients are reduced once per step",
     basis="all but the last reduction of each unit in a step, with their preparation",
 )  # fmt: skip
@@ -236,7 +258,9 @@ def clock_drop(graph: Graph) -> Graph:
 
 
 DEVICE_STALL = Cause(
-    name="device-stall", codes=("STREAM005",), kind=Kind.CONTENTION, transform=device_stall, place=10, confidence=0.8,
+    name="device-stall",
+    loss="pauses of the device",
+    codes=("STREAM005",), kind=Kind.CONTENTION, transform=device_stall, place=10, confidence=0.8,
     pricing=Pricing.SOURCE, idle_part=late_ranks.STALL,
     summary="the device runs queued work at once and pauses no kernel",
     basis="times in which no device runs anything although work is queued, and kernels that take longer by as much",
@@ -244,21 +268,27 @@ DEVICE_STALL = Cause(
 
 
 CLOCK_DROP = Cause(
-    name="clock-drop", codes=("STEP003",), kind=Kind.COMPUTE, transform=clock_drop, place=10, pricing=Pricing.SOURCE,
+    name="clock-drop",
+    loss="a dropped clock",
+    codes=("STEP003",), kind=Kind.COMPUTE, transform=clock_drop, place=10, pricing=Pricing.SOURCE,
     summary="kernels are as fast as before the clock of their device dropped",
     basis="the same kernels outside of the time in which all are slower",
 )  # fmt: skip
 
 
 STRAGGLER = Cause(
-    name="straggler", codes=("RANK001", "RANK003", "RANK005", "RANK004"), kind=Kind.STRAGGLERS,
+    name="straggler",
+    loss="waiting for late ranks",
+    codes=("RANK001", "RANK003", "RANK005", "RANK004"), kind=Kind.STRAGGLERS,
     transform=without_late_ranks, place=40, pricing=Pricing.LATE_RANKS,
     summary="no rank waits for the rank, or the group of ranks (RANK004), that arrives late",
     basis="arrivals at collectives: the ranks without which the others would wait least",
 )  # fmt: skip
 
 UNEVEN_WORK = Cause(
-    name="uneven-work", codes=("RANK003",), kind=Kind.STRAGGLERS, transform=with_even_work, place=30, confidence=0.9,
+    name="uneven-work",
+    loss="work that is divided unevenly",
+    codes=("RANK003",), kind=Kind.STRAGGLERS, transform=with_even_work, place=30, confidence=0.9,
     summary="each rank computes as long in each step as ranks do on average",
     basis="the time of all kernels that compute, by rank and step",
 )  # fmt: skip

@@ -113,7 +113,9 @@ def checkpoint(graph: Graph) -> Graph:
 
 
 LATE_LAUNCH = Cause(
-    name="late-launch", codes=("HOST001",), kind=Kind.HOST, transform=late_launch, pricing=Pricing.CONSEQUENCE,
+    name="late-launch",
+    loss="late launches by the host",
+    codes=("HOST001",), kind=Kind.HOST, transform=late_launch, pricing=Pricing.CONSEQUENCE,
     summary="the host takes no time between calls and in launches",
     basis="host time between recorded calls, without data loading, saves, allocator calls and waits",
     removed_stalls=(
@@ -121,46 +123,60 @@ LATE_LAUNCH = Cause(
     ),
 )  # fmt: skip
 RATE_LIMITER = Cause(
-    name="rate-limiter", codes=("HOST002",), kind=Kind.HOST, transform=rate_limiter, confidence=0.6,
+    name="rate-limiter",
+    loss="FSDP1's limit of two all-gathers",
+    codes=("HOST002",), kind=Kind.HOST, transform=rate_limiter, confidence=0.6,
     summary="FSDP1's limit of two all-gathers never delays the host",
     basis="rate_limiter spans",
 )  # fmt: skip
 DATA_LOADING = Cause(
-    name="data-loading", codes=("HOST003",), kind=Kind.HOST, transform=data_loading, pricing=Pricing.SOURCE,
+    name="data-loading",
+    loss="waiting for data",
+    codes=("HOST003",), kind=Kind.HOST, transform=data_loading, pricing=Pricing.SOURCE,
     idle_part=late_ranks.DATA, is_before_window=True, is_hidden_elsewhere=True,
     summary="every batch is ready when requested",
     basis="phase data and DataLoader spans",
     removed_stalls=(host_stalls.DATA,),
 )  # fmt: skip
 COMPILATION = Cause(
-    name="compilation", codes=("HOST005",), kind=Kind.HOST, transform=compilation, pricing=Pricing.SOURCE,
+    name="compilation",
+    loss="compiling",
+    codes=("HOST005",), kind=Kind.HOST, transform=compilation, pricing=Pricing.SOURCE,
     idle_part=late_ranks.COMPILE, is_before_window=True, is_hidden_elsewhere=True,
     summary="nothing is compiled within the steps",
     basis="spans and Python functions of torch.compile, Triton and run-time compilers",
     removed_stalls=(host_stalls.COMPILE,),
 )  # fmt: skip
 GARBAGE_COLLECTION = Cause(
-    name="garbage-collection", codes=("HOST006",), kind=Kind.HOST, transform=garbage_collection, pricing=Pricing.SOURCE,
+    name="garbage-collection",
+    loss="Python's garbage collection",
+    codes=("HOST006",), kind=Kind.HOST, transform=garbage_collection, pricing=Pricing.SOURCE,
     idle_part=late_ranks.GARBAGE_COLLECTION, is_before_window=True, is_hidden_elsewhere=True,
     summary="Python's garbage collector never runs within the steps",
     basis="calls of gc.collect in recorded stacks, and spans of gc.callbacks",
     removed_stalls=(host_stalls.GARBAGE_COLLECTION,),
 )  # fmt: skip
 ALLOCATOR = Cause(
-    name="allocator", codes=("MEM001",), kind=Kind.HOST, transform=allocator, pricing=Pricing.SOURCE,
+    name="allocator",
+    loss="the allocator's calls to the device",
+    codes=("MEM001",), kind=Kind.HOST, transform=allocator, pricing=Pricing.SOURCE,
     idle_part=late_ranks.ALLOCATOR, is_hidden_elsewhere=True,
     summary="the allocator makes no calls to the device",
     basis="cudaMalloc, cudaFree and their waits",
     removed_stalls=(host_stalls.RETRY, host_stalls.ALLOCATION),
 )  # fmt: skip
 OVERSUBSCRIBED_CORES = Cause(
-    name="oversubscribed-cores", codes=("HOST007",), kind=Kind.HOST, transform=oversubscribed_cores,
+    name="oversubscribed-cores",
+    loss="ops that share cores",
+    codes=("HOST007",), kind=Kind.HOST, transform=oversubscribed_cores,
     pricing=Pricing.SOURCE, confidence=0.7,
     summary="ops of a CPU run take as long as the fastest with the same inputs",
     basis="ops with the same name and input shapes, where most of these are slow",
 )  # fmt: skip
 CHECKPOINT = Cause(
-    name="checkpoint", codes=("CKPT001",), kind=Kind.HOST, transform=checkpoint, pricing=Pricing.SOURCE,
+    name="checkpoint",
+    loss="saves that block training",
+    codes=("CKPT001",), kind=Kind.HOST, transform=checkpoint, pricing=Pricing.SOURCE,
     summary="no save blocks the training thread",
     basis="phase checkpoint",
     removed_stalls=(host_stalls.SAVE,),
@@ -275,7 +291,9 @@ def _saved_share(graph: Graph, changed: Graph, removed_ns: Ints) -> float:
 
 
 BLOCKING_SYNC = Cause(
-    name="blocking-sync", codes=("HOST002",), kind=Kind.HOST, transform=blocking_sync, pricing=Pricing.SOURCE,
+    name="blocking-sync",
+    loss="waits of the host for the device",
+    codes=("HOST002",), kind=Kind.HOST, transform=blocking_sync, pricing=Pricing.SOURCE,
     idle_part=late_ranks.SYNCHRONIZE, is_hidden_elsewhere=True,
     summary="the host never waits for the device in a call that leaves it idle",
     basis="synchronizing calls after which the device is idle, except those of saves and the allocator, and the host's "
