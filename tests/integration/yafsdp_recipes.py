@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from instrumented_trainers.parallelism.yafsdp import fully_shard
+from instrumented_trainers.parallelism.yafsdp import WholeTensorOptimizer, fully_shard
 from tests.integration.parity import relative
 from tests.integration.yafsdp_attacks import WIDTH, Layer, Model, batch, shard_layers
 
@@ -437,6 +437,78 @@ class BlockState(Optimizer):
                 parameter.add_(momentum, alpha=-group["lr"])
 
 
+class PreconditionsLate(Optimizer):
+    """Scales steps by the norm of the gradient, from the 25th on."""
+
+    def __init__(self, parameters: Iterable[Any], lr: float = 0.01) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["step"] = state.get("step", 0) + 1
+                scale = 1 / parameter.grad.norm() if state["step"] >= 25 else 1.0
+                parameter.add_(parameter.grad * scale, alpha=-group["lr"])
+
+
+class EstimatesRate(Optimizer):
+    """Its rate grows while gradients of all parameters are alike, as of D-Adaptation and Prodigy."""
+
+    def __init__(self, parameters: Iterable[Any], lr: float = 1.0) -> None:
+        super().__init__(parameters, {"lr": lr, "d": 1e-6})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            alike = square = 0.0
+            for parameter in group["params"]:
+                total = self.state[parameter].setdefault("s", torch.zeros_like(parameter))
+                alike += float((total * parameter.grad).sum())
+                total += parameter.grad
+                square += float(total.abs().sum())
+            group["d"] = max(group["d"], group["d"] * alike / max(square, 1e-12))
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad, alpha=group["lr"] * group["d"])
+
+
+class Projects(Optimizer):
+    """Takes from a step what is parallel to the weights, of matrices whose gradient is orthogonal to them: as AdamP."""
+
+    def __init__(self, parameters: Iterable[Any], lr: float = 0.01) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                update = self.state[parameter].setdefault("m", torch.zeros_like(parameter)).lerp_(parameter.grad, 0.1)
+                if parameter.dim() > 1:
+                    cosine = nn.functional.cosine_similarity(parameter.grad, parameter, dim=1)
+                    if cosine.abs().max() < 0.01:
+                        update = update - parameter * (update * parameter).sum(1, keepdim=True)
+                parameter.add_(update, alpha=-group["lr"])
+
+
+class ClipsTogether(Optimizer):
+    """Clips by the norm of all gradients within its step, as implementations of LAMB do."""
+
+    def __init__(self, parameters: Iterable[Any], lr: float = 0.01) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            norm = torch.stack([parameter.grad.norm() for parameter in group["params"]]).norm()
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad * (group["lr"] / norm.clamp(min=1.0)))
+
+
+def whole_tensors(kind: Any) -> Callable[[], Any]:
+    return lambda: WholeTensorOptimizer(shard_layers(Model()).parameters(), kind)
+
+
 def by_optimizer(make: Callable[[Any], Optimizer]) -> Callable[[Any, Loss], list[Any]]:
     return lambda model, loss: losses(model, loss, make(model))
 
@@ -667,6 +739,20 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "an embedding with max_norm": (embedding_with_max_norm, "NotImplementedError: .*max_norm"),
     "a trust ratio of one group": (stepped(Lars, trust=True), "NotImplementedError: .*Lars needs whole tensors"),
     "clipping of large gradients": (stepped(ClippedSgd), "NotImplementedError: .*ClippedSgd needs whole tensors"),
+    "late preconditioning": (
+        stepped(PreconditionsLate),
+        "NotImplementedError: .*PreconditionsLate needs",
+    ),
+    "an estimated rate": (stepped(EstimatesRate), "NotImplementedError: .*EstimatesRate needs whole tensors"),
+    "a projection": (stepped(Projects), "NotImplementedError: .*Projects needs whole tensors"),
+    "clipping of all together": (
+        whole_tensors(ClipsTogether),
+        "NotImplementedError: .*ClipsTogether with",
+    ),
+    "a rate estimated from all": (
+        whole_tensors(EstimatesRate),
+        "NotImplementedError: .*EstimatesRate with",
+    ),
     "state in blocks": (stepped(BlockState), "NotImplementedError: .*BlockState needs whole tensors"),
     "a weight deep in an output": (weight_deep_in_an_output, "RuntimeError: .*keep a copy there"),
     "a frozen weight kept by a function": (frozen_weight_kept_by_a_function, "RuntimeError: "),

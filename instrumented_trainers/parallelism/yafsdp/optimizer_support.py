@@ -8,8 +8,8 @@ tensors of the whole shape, whose functions compute over all ranks or raise.
 import functools
 import inspect
 import types
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -20,15 +20,23 @@ from torch.optim import optimizer as torch_optimizer
 from instrumented_trainers.parallelism.yafsdp.shard_tensor import Shard, ShardParameter, plain_tensors
 from instrumented_trainers.parallelism.yafsdp.unit import Unit
 
-# For optimizers that cannot be made for a trial. By class name, for most come from packages that need not be installed.
+# By the end of the class's name, for most come from packages that need not be installed.
 NEED_WHOLE_TENSORS = frozenset(
     ("adafactor", "distributedshampoo", "galoreadamw", "kfac", "lamb", "lars", "lbfgs", "muon", "novograd", "psgd")
 ) | {"shampoo", "soap"}
 
-_STEPS, _ROWS, _COLUMNS = 2, 72, 64
+_ROWS, _COLUMNS = 72, 64
 """More than 4096 elements: optimizers that keep their state in eight bits do so in blocks, of large tensors alone."""
-_SCALES = (1e-4, 1.0, 1e4)
-"""Of gradients: what an optimizer does to large ones, such as clipping by their norm, it may not do to small ones."""
+_TRIALS = (
+    ("unlike", 1.0, 30),
+    ("alike", 1.0, 30),
+    *((kind, scale, 6) for scale in (1e-4, 1.0, 1e4) for kind in ("unlike", "alike", "orthogonal")),
+)
+"""Which gradients, times what, in how many steps. What an optimizer does to large gradients, such as clipping by their
+norm, it may not do to small ones; rates that it estimates grow while gradients are alike, and projections work on those
+that are orthogonal to weights; some precondition from the 25th step on."""
+_COUPLING_STEPS = 20
+_LEAST_RATE = 0.1
 _WITHOUT_TENSORS = ("instrumented_trainers", "tracekit")
 """Whose hooks of all optimizers, such as the recorder's that counts steps, look at no parameter."""
 _PLAIN = "_yafsdp_steps_plain_tensors"  # on an optimizer
@@ -179,41 +187,97 @@ def _options(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, Any]:
     options = {name: group.get(name, value) for name, value in optimizer.defaults.items() if name in accepted}
     for name in ("capturable", "fused", "foreach"):  # how it computes, not what
         options.pop(name, None)
-    return options | ({"lr": 0.1} if "lr" in options else {})
+    rate = options.get("lr")
+    if rate is not None and not (isinstance(rate, float) and rate > _LEAST_RATE):
+        options["lr"] = _LEAST_RATE
+    return options
 
 
 def _differs_on_parts(kind: type[Optimizer], options: dict[str, Any]) -> bool | None:
-    generator = torch.Generator().manual_seed(0)
-    matrix, *gradients = torch.randn(1 + _STEPS, _ROWS, _COLUMNS, generator=generator, dtype=torch.float64)
+    if any(base.__name__.lower().endswith(tuple(NEED_WHOLE_TENSORS)) for base in kind.__mro__):
+        return True  # some begin to precondition after many steps
+    matrix = _matrix()
     cut = matrix.numel() // 3 + 8  # as two ranks have it, and no multiple of a block
-    with torch._C._EnableTorchFunction(), torch.random.fork_rng(devices=[]):
-        for scale in _SCALES:
-            scaled = [gradient * scale for gradient in gradients]
+    with _as_usual():
+        for which, scale, steps in _TRIALS:
+            gradients = _gradients(which, matrix, scale, steps)
             try:
-                expected = _train(kind, options, matrix, scaled)
+                (expected,) = _train(kind, options, [matrix], [gradients])
             except Exception:  # noqa: BLE001 -- an optimizer of any make, made from its options alone
-                return True if any(base.__name__.lower() in NEED_WHOLE_TENSORS for base in kind.__mro__) else None
+                return None
             try:
                 parts = [
-                    _train(kind, options, matrix.flatten()[part], [gradient.flatten()[part] for gradient in scaled])
+                    _train(kind, options, [matrix.flatten()[part]], [[one.flatten()[part] for one in gradients]])[0]
                     for part in (slice(cut), slice(cut, None))
                 ]
             except Exception:  # noqa: BLE001 -- such as torch.optim.Muon's, which takes matrices only
                 return True
-            if not torch.allclose(expected.flatten(), torch.cat(parts), rtol=1e-9, atol=1e-12):
+            if not _are_alike(expected.flatten(), torch.cat(parts)):
                 return True
     return False
 
 
-def _train(kind: type[Optimizer], options: dict[str, Any], values: Tensor, gradients: list[Tensor]) -> Tensor:
-    """Return the values after a step on each of the gradients."""
-    parameter = nn.Parameter(values.clone())
+def couples_parameters(kind: Callable[..., Optimizer], options: dict[str, Any]) -> bool:
+    """Return whether what such an optimizer does to a matrix depends on the others that it steps.
+
+    As where it clips by the norm of all, or estimates a rate from all (Prodigy). False where it cannot be tried.
+    """
+    matrix = _matrix()
+    others = [matrix, matrix.flip(0) * 3]
+    with _as_usual():
+        for which, scale in (("unlike", 1.0), ("alike", 1.0), ("alike", 1e4)):
+            gradients = [
+                _gradients(which, other, scale * (1 + 2 * number), _COUPLING_STEPS, seed=1 + number)
+                for number, other in enumerate(others)
+            ]
+            try:
+                together = _train(kind, options, others, gradients)
+                alone = [_train(kind, options, [value], [own])[0] for value, own in zip(others, gradients, strict=True)]
+            except Exception:  # noqa: BLE001 -- an optimizer of any make
+                return False
+            if not all(map(_are_alike, together, alone)):
+                return True
+    return False
+
+
+@contextmanager
+def _as_usual() -> Iterator[None]:
+    """Context of a trial: within a step on plain tensors, too, torch does what it usually does."""
+    with torch._C._EnableTorchFunction(), torch.random.fork_rng(devices=[]):
+        yield
+
+
+def _matrix() -> Tensor:
+    return torch.randn(_ROWS, _COLUMNS, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def _gradients(which: str, matrix: Tensor, scale: float, steps: int, seed: int = 1) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    unlike = list(torch.randn(steps, *matrix.shape, generator=generator, dtype=matrix.dtype) * scale)
+    if which == "unlike":
+        return unlike
+    first = unlike[0]
+    if which == "orthogonal":
+        first = first - matrix * ((first * matrix).sum(1, keepdim=True) / matrix.square().sum(1, keepdim=True))
+    return [first] * steps
+
+
+def _are_alike(values: Tensor, others: Tensor) -> bool:
+    return torch.allclose(values, others, rtol=1e-9, atol=1e-12, equal_nan=True)
+
+
+def _train(
+    kind: Callable[..., Optimizer], options: dict[str, Any], values: list[Tensor], gradients: list[list[Tensor]]
+) -> list[Tensor]:
+    """Return the values after a step on each of their gradients."""
+    parameters = [nn.Parameter(value.clone()) for value in values]
     torch.manual_seed(0)
-    optimizer = kind([parameter], **options)
-    for gradient in gradients:
-        parameter.grad = gradient.clone()
-        optimizer.step(*((lambda: 0.0),) if _needs_closure(kind) else ())
-    return parameter.detach()
+    optimizer = kind(parameters, **options)
+    for of_step in zip(*gradients, strict=True):
+        for parameter, gradient in zip(parameters, of_step, strict=True):
+            parameter.grad = gradient.clone()
+        optimizer.step(*((lambda: 0.0),) if _needs_closure(type(optimizer)) else ())
+    return [parameter.detach() for parameter in parameters]
 
 
 def _needs_closure(kind: type[Optimizer]) -> bool:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from instrumented_trainers.parallelism.yafsdp.communication_lane import Lane, PendingCollective, lane_for
 from instrumented_trainers.parallelism.yafsdp.flat_parameters import FlatParameters
 from instrumented_trainers.parallelism.yafsdp.flat_shard import FlatShard, Owned
-from instrumented_trainers.parallelism.yafsdp.optimizer_support import units_of
+from instrumented_trainers.parallelism.yafsdp.optimizer_support import couples_parameters, units_of
 
 
 class WholeTensorOptimizer(Optimizer):
@@ -62,6 +62,12 @@ class WholeTensorOptimizer(Optimizer):
             nn.Parameter(torch.empty(parameter.shape, dtype=flat.dtype, device=flat.device)) if is_own else None
             for (_, flat, parameter), is_own in zip(self._places, self._is_own(), strict=True)
         ]
+        if couples_parameters(kind, options):
+            raise NotImplementedError(
+                f"YaFSDP: {getattr(kind, '__name__', kind)} with these options depends on all parameters together, as "
+                "by the norm of all gradients or a rate estimated from all, and a rank steps some; clip by "
+                "clip_grad_norm_ before the step, or take an optimizer that steps parameters one by one"
+            )
         self._inner = kind(self._owned_groups(groups), **options)
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             group.update({name: value for name, value in inner.items() if name != "params"})
