@@ -11,6 +11,7 @@ import pytest
 from dashboard.run_entry import RunEntry
 from dashboard.run_store import OpenRun, tables
 from dashboard.run_store import what_if as dashboard_what_if
+from tests.support import dashboard_pages
 from tests.support.selection import others_in_accuracy
 from tests.unit.simulate.jobs import job, written
 from tracekit.analysis.communication import exposed_communication
@@ -50,6 +51,8 @@ PUBLIC = [
     for folder in sorted(SHARED.glob("*"))
     if any(folder.glob("*.json*"))
 ]
+PAGED = ("faults/slow-rank", "gpu/slow-rank", "parallelism/moe-ep2")
+"""Samples of which whole pages are rendered: priced findings, measured ones with an upper bound, consequences."""
 _QUOTED = re.compile(r"of (\S+ \S+) \([\d.]+%\) in step (\d+) of rank (\d+) \(the rank's median by this measure\)")
 
 
@@ -223,6 +226,25 @@ def test_findings_cost_the_same_in_text_json_html_what_if_and_dashboard(name):
         if found.is_priced and found.measured_ns and answers is not None:
             differs = abs(found.cost_ns - found.measured_ns) > 0.1 * found.measured_ns
             assert differs == ("Removing it saves" in found.message)
+
+
+@pytest.mark.parametrize("name", others_in_accuracy(PAGED, ["faults/slow-rank"]))
+def test_pages_of_the_dashboard_show_the_numbers_of_the_report(name):
+    overview, without = (
+        dashboard_pages.html_of(dashboard_pages.page(page, SAMPLES / name)) for page in ("overview", "whatif")
+    )
+    findings = document(name)["findings"]
+    assert any(found["impact"] for found in findings)
+    for found in findings:
+        assert escaping.escape(found["sentence"], 500) in overview
+        if found["impact"] and found["cost_ns"] and not is_data_quality(found["code"]):
+            assert f"({units.share(found['impact'])}" in found["sentence"]
+            assert units.duration(found["cost_ns"]) in found["sentence"]
+    answers = replayed(name).answers
+    assert answers
+    for answer in answers:
+        numbers = (units.duration(answer.saved_ns), units.share(answer.saved_ratio))
+        assert "".join(f'<td class="number">{number}</td>' for number in numbers) in without
 
 
 @pytest.mark.parametrize("name", SELECTED + PUBLIC)

@@ -134,6 +134,8 @@ def place(finding: Finding) -> str:
     called = str(row["op"]).replace("_", "-") if "op" in row else kernel_names.short(str(row.get("name", "")))
     if late is not None:
         called = f"late for the {called or 'collective'}"
+    elif "detail" in row and called:  # what the device runs after the idle time that its host is late for
+        called = f"before {called}"
     what = [escaping.inert(called, _MAX_WORD)] if called else []
     if "unit" in row:
         unit = escaping.inert(str(row["unit"]), _MAX_WORD)

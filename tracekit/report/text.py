@@ -28,6 +28,7 @@ from tracekit.report.document import (
     line,
 )
 from tracekit.report.render import text as render_text
+from tracekit.rules import unreported_causes
 from tracekit.rules.rule import Finding, Report, Severity, cost_order, has_found_iterations, is_data_quality
 
 WIDTH = 100
@@ -219,17 +220,23 @@ def _brief(report: Report, run: Run, findings: Sequence[Finding]) -> list[Sectio
     if not verdict and not of_training:
         verdict = [line((phrases.no_problems(report), Emphasis.BETTER))]
     sections: list[Section] = [verdict] if verdict else []
-    sections += [_finding_lines(finding, phrases.consequences(finding, findings)) for finding in picked]
+    caused = [_stated_consequences(finding, findings) for finding in picked]
+    sections += [_finding_lines(*pair) for pair in zip(picked, caused, strict=True)]
     rows = [(line(("time", Emphasis.FAINT)), line(_time(run))), (line(("data", Emphasis.FAINT)), line(_trust(doubts)))]
     if report.ignored:
         ignored = "; ".join(f"{aside.finding.code} ({aside.reason})" for aside in report.ignored)
         rows.append((line(("ignored", Emphasis.FAINT)), line(ignored)))
-    more = len(findings) - sum(1 + len(phrases.consequences(finding, findings)) for finding in picked)
+    more = len(findings) - len(picked) - sum(map(len, caused))
     more_text = f"shows {units.count(more, 'more finding')} and the evidence" if more else "shows the evidence"
     served = any(map(phrases.has_moment, picked))
     more_text += f"; tracekit dashboard {run.path} serves these addresses" if served else ""
     rows.append((line(("-v", Emphasis.FAINT)), line(more_text)))
     return [*sections, [Definitions(tuple(rows))]]
+
+
+def _stated_consequences(finding: Finding, findings: Sequence[Finding]) -> list[Finding]:
+    """The consequences of a finding that have a place; small losses all over the step add nothing to it."""
+    return [caused for caused in phrases.consequences(finding, findings) if caused.subject != unreported_causes.SUBJECT]
 
 
 def _finding_lines(finding: Finding, consequences: Sequence[Finding]) -> Section:

@@ -186,6 +186,9 @@ class ExposedCommunication(Rule):
 
     If most of it is tensor parallelism, the finding is information (see TP001 and TP002).
 
+    Where ranks leave collectives half a millisecond and a quarter of a transfer apart or more (medians), their
+    processes take turns on one device: the finding is information, since its transfers are not those of links.
+
     Blind spots: waits for a rank without a trace, which the message then mentions, and waits shorter than the clock
     error count as communication. On a CPU run, compute is the union of dispatcher ops.
     """
@@ -244,8 +247,9 @@ class ExposedCommunication(Rule):
         axis = _most_exposed_axis(run, worst)
         overlapped_ratio = worst["overlapped_ns"] / worst["communication_ns"] if worst["communication_ns"] else 0.0
         severity = Severity.INFO if axis == TP else Severity.WARNING
-        slow = _slow_transfers(run, self.slow_bytes_per_ns)
-        slow = slow or _slow_for_node(run, self.min_link_ratio)
+        turns = _taking_turns(run)
+        # Of time slices of a shared device, no bandwidth is known.
+        slow = "" if turns else _slow_transfers(run, self.slow_bytes_per_ns) or _slow_for_node(run, self.min_link_ratio)
         step_calls = quoted_step.rows_of(collectives, worst)
         time = largest_first(step_calls.group_by("op").agg(pl.col("exposed_ns").sum()), "exposed_ns", "op")
         op = time["op"][0] if time.height else None
@@ -283,17 +287,18 @@ class ExposedCommunication(Rule):
             message
             + (_MAY_WAIT if worst["rank"] in collective_instances.ranks_without_peers(run) else "")
             + (_OF_TENSOR_PARALLEL if axis == TP else "")
+            + turns
             + slow,
-            fix + (_SLOW_FIX if slow else ""),
+            _OWN_DEVICES if turns else fix + (_SLOW_FIX if slow else ""),
             impact=worst["exposed_ratio"],
             cost_ns=worst["exposed_ns"],
-            confidence=0.9,
+            confidence=_TURNS_CONFIDENCE if turns else 0.9,
             what_if=WhatIf(COMMUNICATION, is_partial=worst["small_ns"] > 0),
             ranks=distinct(over, "rank"),
             steps=distinct(steps, "step"),
             evidence=_evidence(worst, collectives.drop("activity_id")),
             is_of_window=worst["step"] is None,
-            claim=f"{op_name} are not overlapped with compute on rank {worst['rank']}",
+            claim=_TURNS if turns else f"{op_name} are not overlapped with compute on rank {worst['rank']}",
         )
 
 
@@ -329,6 +334,30 @@ _SLOW_FIX = (
     "instead of P2P), nvidia-smi topo -m or rocm-smi --showtopo the links, nccl-tests or rccl-tests their speed; unset "
     "NCCL_P2P_DISABLE and NCCL_IB_DISABLE."
 )
+
+
+_MIN_APART_NS, _MIN_APART_RATIO = 500_000, 0.25
+"""Ranks that leave a collective farther apart, in ns and relative to a transfer, take turns: a time slice of a GPU is
+about 2 ms. In recordings of ranks with a device each it is 0.06 ms and 0.1 at most."""
+_TURNS_CONFIDENCE = 0.4  # less likely than not: on devices of their own, transfers would take another time
+_TURNS = "Ranks take turns on a device, so that collectives take its time slices"
+_OWN_DEVICES = (
+    "Give each rank a device of its own (CUDA_VISIBLE_DEVICES, torch.cuda.set_device(local_rank)) and record again."
+)
+
+
+def _taking_turns(run: Run) -> str:
+    """Return a sentence on device collectives that ranks leave too far apart for a transfer; "" otherwise."""
+    if not run.table(contention.device_count)["devices"].sum():
+        return ""
+    apart_ns, shortest_ns = collective_instances.median_departure(run)
+    if apart_ns < max(_MIN_APART_NS, _MIN_APART_RATIO * shortest_ns):
+        return ""
+    return (
+        f" But ranks leave the same collective {units.duration(apart_ns)} apart, which takes "
+        f"{units.duration(shortest_ns)} at least (medians): their processes take turns on a device, or their clocks "
+        "jump. How long transfers take is not known."
+    )
 
 
 def _slow_transfers(run: Run, slow_bytes_per_ns: float) -> str:

@@ -3,8 +3,10 @@ import pytest
 
 from tests.support import drawn_hosts, drawn_traces, rule_examples
 from tracekit.analysis.parallelism import workload
+from tracekit.rules import cost_attribution
 from tracekit.rules.communication import ExposedCommunication, fix_for
 from tracekit.rules.engine import check
+from tracekit.rules.rule import Severity
 
 
 def judge(*traces, **thresholds):
@@ -162,9 +164,29 @@ def gathering_rank(rank, picture, sent_bytes):
     groups = pl.DataFrame({"group": ["0"], "ranks": [[0, 1]]})
     plain = drawn_hosts.trace(picture, {"a": 0}, rank=rank, groups=groups)
     known = plain.collectives.with_columns(
-        group=pl.lit("0"), group_size=pl.lit(2, pl.Int64), received_bytes=pl.lit(2 * sent_bytes, pl.Int64)
+        group=pl.lit("0"),
+        group_size=pl.lit(2, pl.Int64),
+        received_bytes=pl.lit(2 * sent_bytes, pl.Int64),
+        seq=pl.int_range(pl.len(), dtype=pl.Int64),
     )
     return plain.replace(collectives=known)
+
+
+@pytest.mark.parametrize("later", [4, 20])  # 0.2 ms may be a network's, 1 ms is the time slice of a device
+def test_transfers_of_ranks_that_take_turns_on_a_device_are_no_warning(later):
+    # Each rank leaves every other collective later than the other one, so no clock offset explains it.
+    first, last = "x" * 60 + "." * later, "x" * (60 + later)
+    pictures = [
+        f"step {'0' * (4 * (100 + later))}\ncompute {('a' * 40 + '.' * (60 + later)) * 4}\n"
+        f"comm {''.join('.' * 40 + ends for ends in 2 * order)}"
+        for order in ((first, last), (last, first))
+    ]
+    (finding,) = judge(*(gathering_rank(rank, picture, 4 << 20) for rank, picture in enumerate(pictures))).findings
+    takes_turns = later == 20
+    assert (finding.confidence < cost_attribution.MIN_CONFIDENCE) == takes_turns
+    assert (finding.severity is Severity.INFO) == takes_turns
+    assert ("set_device" in finding.fix) == takes_turns
+    assert ("below any link inside a node" in finding.message) != takes_turns
 
 
 @pytest.mark.parametrize(("sent_bytes", "is_slow"), [(40 << 20, False), (4 << 20, True), (1 << 20, False)])
