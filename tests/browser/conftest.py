@@ -94,13 +94,16 @@ def context(tab):
     """Return the browser context of the page, without what earlier tests left there."""
     heard(tab)
     yield tab.context
-    for other in tab.context.pages[1:]:
-        other.close()
-    tab.context.unroute_all()
-    _forget(tab)
-    tab.context.clear_cookies()
-    tab.set_viewport_size(VIEWPORT)
-    tab.emulate_media(color_scheme="light")
+    _reset(tab)
+
+
+def stay_open(tab, address):
+    """Yield the page of all tests, opened at an address, to the tests of a module that turn from page to page."""
+    heard(tab)
+    tab.goto(address)
+    tab.locator(".tk-verdict").wait_for()
+    yield tab
+    _reset(tab)
 
 
 @pytest.fixture
@@ -113,6 +116,17 @@ def other_context(chromium):
 def new_page(other_context):
     """Return a page in a process of its own, for a test that closes it or adds scripts to all that it loads."""
     return other_context.new_page()
+
+
+def _reset(tab):
+    """Remove what tests left in the page of all tests."""
+    for other in tab.context.pages[1:]:
+        other.close()
+    tab.context.unroute_all()
+    _forget(tab)
+    tab.context.clear_cookies()
+    tab.set_viewport_size(VIEWPORT)
+    tab.emulate_media(color_scheme="light")
 
 
 def _forget(page):

@@ -41,17 +41,15 @@ CUT_OFF = """() => {
 }"""
 
 
-# What pages are made of: the list, cards with evidence, the canvas, a table with figures, a form, two runs, a range.
+# What pages are made of: the list, cards with evidence, the canvas, a table with figures, a form, two runs.
 EVERYDAY = [
     ("runs", "Runs"),
     ("overview", "Overview"),
     ("timeline", "Timeline"),
     ("kernels", "Kernels"),
-    ("memory", "Memory"),
     ("plan", "Plan"),
     ("sql", "SQL"),
     ("compare", "Compare"),
-    ("timeline?range=0-9000000", "Timeline"),
 ]
 
 
@@ -63,13 +61,9 @@ def axe():
 
 
 @pytest.fixture(scope="module")
-def visited(chromium, server):
+def visited(tab, server):
     """Return one page for all tests: to load it again would cost more CPU time than all that they do with it."""
-    for context in conftest._context(chromium):
-        page = context.new_page()
-        page.goto(f"{server.url}/?run={recorded.GOOD}")
-        page.locator(".tk-verdict").wait_for()
-        yield page
+    yield from conftest.stay_open(tab, f"{server.url}/?run={recorded.GOOD}")
 
 
 def _open(page, server, address, title):

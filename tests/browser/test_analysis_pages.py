@@ -17,13 +17,9 @@ ROWS = "[data-testid=stDataFrame]"
 
 
 @pytest.fixture(scope="module")
-def shown(chromium, server):
-    """Return one page for all tests of this module, opened on the recorded run."""
-    for context in conftest._context(chromium):
-        page = context.new_page()
-        page.goto(f"{server.url}/?run={recorded.GOOD}")
-        page.locator(".tk-verdict").wait_for()
-        yield page
+def shown(tab, server):
+    """Return one page for the tests up to those of `hostile`, opened on the recorded run."""
+    yield from conftest.stay_open(tab, f"{server.url}/?run={recorded.GOOD}")
 
 
 def _turn_to(page, name):
@@ -174,14 +170,23 @@ def test_what_if_ranks_the_changes_and_takes_several_away_as_the_address_says(at
     assert_clean(page)
 
 
+def test_a_row_of_evidence_leads_to_its_moment(shown, server):
+    shown.goto(f"{server.url}/?run={recorded.GOOD}")
+    heard(shown)
+    shown.locator("[data-testid=stExpander] summary").filter(has_text="Evidence").first.click()
+    expect(shown.get_by_role("button", name="Show in the timeline", exact=True).first).to_be_visible()
+    settle(shown)
+    grid.select_first(shown)
+    shown.get_by_role("button", name=re.compile(r"Show rank \d, step \d in the timeline")).click()
+    expect(shown).to_have_url(re.compile(r"timeline\?.*from=\d+"))
+    expect(shown.locator("[data-testid=stSidebarNavLink][aria-current=page]")).to_have_text("Timeline")
+    assert_clean(shown)
+
+
 @pytest.fixture(scope="module")
-def hostile(chromium, server):
+def hostile(tab, server):
     """Return one page for all tests, opened on a run whose names are hostile."""
-    for context in conftest._context(chromium):
-        page = context.new_page()
-        page.goto(f"{server.url}/?run={recorded.HOSTILE}")
-        page.locator(".tk-verdict").wait_for()
-        yield page
+    yield from conftest.stay_open(tab, f"{server.url}/?run={recorded.HOSTILE}")
 
 
 WITH_NAMES = ("overview", "timeline", "ranks", "kernels", "communication", "compare", "quality")
@@ -213,16 +218,3 @@ def test_names_run_nothing_on_any_page(hostile, listed):
 def test_names_are_shown_as_text(hostile):
     _turn_to(hostile, "Kernels")
     expect(hostile.locator(".st-key-kernels-top .ytick text").filter(has_text="<script>")).to_be_visible()
-
-
-def test_a_row_of_evidence_leads_to_its_moment(shown, server):
-    shown.goto(f"{server.url}/?run={recorded.GOOD}")
-    heard(shown)
-    shown.locator("[data-testid=stExpander] summary").filter(has_text="Evidence").first.click()
-    expect(shown.get_by_role("button", name="Show in the timeline", exact=True).first).to_be_visible()
-    settle(shown)
-    grid.select_first(shown)
-    shown.get_by_role("button", name=re.compile(r"Show rank \d, step \d in the timeline")).click()
-    expect(shown).to_have_url(re.compile(r"timeline\?.*from=\d+"))
-    expect(shown.locator("[data-testid=stSidebarNavLink][aria-current=page]")).to_have_text("Timeline")
-    assert_clean(shown)

@@ -9,7 +9,6 @@ from pathlib import Path
 import polars as pl
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -30,18 +29,24 @@ Step = Callable[[], Tensor]
 
 
 def resnet50() -> Step:
+    import transformers
+
     model = transformers.ResNetForImageClassification(transformers.ResNetConfig())
     images = torch.randn(2, 3, 64, 64)
     return lambda: model(images).logits.sum()
 
 
 def gpt2() -> Step:
+    import transformers
+
     config = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=100, attn_implementation="eager")
     model, tokens = transformers.GPT2LMHeadModel(config), torch.randint(100, (2, 32))
     return lambda: model(tokens).logits.sum()
 
 
 def vit() -> Step:
+    import transformers
+
     config = transformers.ViTConfig(
         hidden_size=64, num_hidden_layers=2, num_attention_heads=4, image_size=64, attn_implementation="eager"
     )

@@ -9,11 +9,10 @@ import pytest
 from tests.unit.simulate.jobs import job, written
 from tracekit.model import intervals
 
-trace_analysis = pytest.importorskip("hta.trace_analysis", reason="needs the extra [hta]")
-
 
 @pytest.mark.filterwarnings("ignore::Warning")
 def test_hta_measures_the_overlap_that_was_simulated(tmp_path: Path) -> None:
+    trace_analysis = pytest.importorskip("hta.trace_analysis", reason="needs the extra [hta]")
     simulated = written(job("yafsdp", steps=2), tmp_path / "run")
     files = {rank: str(path) for rank, path in enumerate(sorted((tmp_path / "run").glob("*.json.gz")))}
     logging.disable(logging.CRITICAL)

@@ -10,6 +10,7 @@ from tracekit.conventions.gc_pause import gc_paused
 with gc_paused():
     import pytest  # noqa: F401
     import torch._dynamo
+    import torch._inductor.compile_fx  # by torch.compile, whatever its backend
     import torch.distributed.checkpoint
     import torch.distributed.fsdp
     import torch.distributed.optim

@@ -35,20 +35,25 @@ ONE_WORKER = {
 """How folders and files begin that one worker runs, by a name for them; the first name counts."""
 LONG_FILES = (
     "tests/integration/test_record.py",
-    "tests/integration/test_stored_answers.py",
     "tests/integration/test_hostile_inputs.py",
-    "tests/integration/test_executors.py",
-    "tests/integration/test_hang_watch.py",
-    "tests/integration/test_hostile_folder.py",
+    "tests/integration/test_stored_answers.py",
+    "tests/integration/test_missing_metadata.py",
+    "tests/integration/test_odd_values.py",
+    "tests/integration/test_record_to_url.py",
+    "tests/integration/test_remote_runs.py",
     "tests/integration/test_pytest_plugin.py",
     "tests/integration/test_interruptions.py",
+    "tests/integration/test_executors.py",
+    "tests/integration/test_cli.py",
+    "tests/integration/test_hostile_folder.py",
+    "tests/integration/test_nsight.py",
+    "tests/unit/dashboard/test_dashboard.py",
     "tests/integration/test_run_being_written.py",
-    "tests/integration/test_record_to_url.py",
+    "tests/integration/test_whatif.py",
     "tests/integration/test_trainers.py",
+    "tests/integration/test_widths.py",
     "tests/integration/test_one_meaning.py",
-    "tests/integration/test_remote_runs.py",
-    "tests/integration/test_ci_guides.py",
-    "tests/unit/replay/graph/test_critical_path.py",
+    "tests/integration/test_hang_watch.py",
 )
 """Files with most CPU time, 15 s or more, in that order: one that began last would leave the other workers idle."""
 _Test = TypeVar("_Test")

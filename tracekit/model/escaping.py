@@ -7,6 +7,7 @@ marks it as safe: a fragment that another template made, or a style sheet or scr
 import functools
 import html
 import itertools
+import json
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
@@ -35,7 +36,7 @@ def inert(text: str, limit: int = MAX_TEXT) -> str:
         text = text[: length - length // 2] + "…" + text[len(text) - length // 2 :]
     if text.isprintable():  # nothing of _INVISIBLE is
         return text
-    text = re.sub(r"[\n\r\t]", " ", text)
+    text = re.sub(r"[\n\r\t\u2028\u2029]", " ", text)
     return "".join("�" if unicodedata.category(c) in _INVISIBLE else c for c in text)
 
 
@@ -61,6 +62,28 @@ def without_commands(text: str) -> str:
     if text.startswith(("{", "[")):
         return _OF_RUNNERS.sub(r"#\\u0023", text)
     return _COMMAND.sub(r"\g<0> ", text)
+
+
+def csv_cell(text: str) -> str:
+    """Text of a CSV cell that no spreadsheet takes for a formula, without control characters but line ends and tabs.
+
+    >>> csv_cell("=1+1"), csv_cell("-121 ms to +87 ms")
+    ("'=1+1", '-121 ms to +87 ms')
+    """
+    text = re.sub(CONTROLS, "�", text)
+    return f"'{text}" if re.match(FORMULA, text) and not _SIGNED_NUMBER.fullmatch(text) else text
+
+
+def json_text(value: object, indent: int = 2) -> str:
+    r"""JSON of a value, on lines; control characters, lone surrogates and what turns the direction are written as \u….
+
+    Raises ValueError for NaN and infinity, which JSON has not.
+
+    >>> json_text("µs \u202e")
+    '"µs \\u202e"\n'
+    """
+    text = json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False)
+    return _INVISIBLE_IN_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", text) + "\n"
 
 
 def fragment(name: str, *values: object) -> str:
@@ -154,6 +177,13 @@ def _environment() -> "Environment":
     return environment
 
 
+CONTROLS = r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]"
+"""A pattern that Python and Polars read: control characters but line ends and tabs, and what turns the direction."""
+FORMULA = r"^[=+\-@\t\r]"
+"""How a cell begins that a spreadsheet runs; names in tables come from traces."""
+_QUANTITY = r"[+-]?\d[\d.,]*(?: ?[\w%/]+)?"
+_SIGNED_NUMBER = re.compile(rf"{_QUANTITY}(?: to {_QUANTITY})?")
+_INVISIBLE_IN_JSON = re.compile(r"[\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _OF_RUNNERS = re.compile(r"##(?=\w*\[)")
 _COMMAND = re.compile(r"##(?=\w*\[)|^\s*:(?=:)", re.MULTILINE)
 _WRITTEN = (

@@ -55,7 +55,7 @@ def document(compared: Comparison, *, with_metrics: bool = True) -> Document:
         counts = [f"{verdicts.count(v):,} {step_verdict.VERDICTS[v]}" for v in Verdict if v in verdicts]
         metric_counts = f"{units.count(len(verdicts), 'metric')} (-v shows them): {', '.join(counts)}"
         sections.append([faint(metric_counts)])
-    return Document(tuple(sections), tuple(notes), values, is_ascii=False)
+    return Document(tuple(sections), tuple(notes), values)
 
 
 def verdict_lines(compared: Comparison) -> list[Line]:

@@ -123,8 +123,6 @@ class Document:
     sections: tuple[Section, ...]
     notes: tuple[str, ...] = ()
     values: object = None
-    is_ascii: bool = True
-    """Whether JSON escapes what is not ASCII, as names from traces may contain what is not text."""
 
 
 def line(*words: Words, mark: str = "", indent: int = 0) -> Line:

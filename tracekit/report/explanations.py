@@ -49,7 +49,7 @@ def meanings_document(meanings: Sequence[Meaning]) -> Document:
         {"name": entry.name, "synonyms": list(entry.synonyms), "meaning": entry.meaning, "details": list(entry.details)}
         for entry in meanings
     ]
-    return Document(([Definitions(tuple(rows))],), values=values, is_ascii=False)
+    return Document(([Definitions(tuple(rows))],), values=values)
 
 
 def join(documents: Mapping[str, Document], *, has_headings: bool) -> Document:
@@ -65,14 +65,14 @@ def join(documents: Mapping[str, Document], *, has_headings: bool) -> Document:
         if isinstance(document.values, list)
         for entry in document.values
     ]
-    return Document(tuple(sections), values=values, is_ascii=False)
+    return Document(tuple(sections), values=values)
 
 
 def rules_document(rules: Sequence[RuleDocument]) -> Document:
     """A line per rule, its thresholds below; for programs with documentation and the thresholds' defaults."""
     rows = tuple(row for rule in rules for row in _rows(rule))
     hint = faint("Run tracekit explain CODE for details of one rule.")
-    return Document(([Definitions(rows)], [hint]), values=list(map(_rule_values, rules)), is_ascii=False)
+    return Document(([Definitions(rows)], [hint]), values=list(map(_rule_values, rules)))
 
 
 def rule_page(rule: RuleDocument) -> Document:
@@ -80,7 +80,7 @@ def rule_page(rule: RuleDocument) -> Document:
     paragraphs = [_paragraph(paragraph) for paragraph in rule.documentation.split("\n\n")]
     title = line((rule.code, Emphasis.FAINT), "  ", (rule.name(), Emphasis.STRONG))
     sections = ([title], *paragraphs, *_threshold_sections(rule))
-    return Document(sections, values=[_rule_values(rule)], is_ascii=False)
+    return Document(sections, values=[_rule_values(rule)])
 
 
 def _rule_values(rule: RuleDocument) -> dict[str, object]:
@@ -150,7 +150,7 @@ def tables_document(tables: Sequence[TableDocument]) -> Document:
         }
         for table in tables
     ]
-    return Document(tuple(map(_section, tables)), values=values, is_ascii=False)
+    return Document(tuple(map(_section, tables)), values=values)
 
 
 def _section(table: TableDocument) -> Section:

@@ -32,7 +32,7 @@ def document(groups: Sequence[Group]) -> Document:
     """
     sections = tuple(section for group in groups for section in _sections(group))
     values = {"schema": SCHEMA, "groups": [_group_values(group) for group in groups]}
-    return Document(sections, values=values, is_ascii=False)
+    return Document(sections, values=values)
 
 
 def identity_text(group: Group) -> str:

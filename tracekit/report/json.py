@@ -18,6 +18,7 @@ from tracekit.analysis.quality import contents
 from tracekit.analysis.time import breakdown
 from tracekit.conventions import regular_files
 from tracekit.errors import InputError
+from tracekit.model import escaping
 from tracekit.model.manifest import Manifest
 from tracekit.model.run import Run
 from tracekit.regression import baseline
@@ -52,14 +53,14 @@ _FINDING_FIELDS = (
 
 def render(report: Report, run: Run, gate: CheckResult | None = None) -> str:
     """Return the report, and the verdict on it, as strict JSON."""
-    return _dumps(document(report, run, gate))
+    return escaping.json_text(document(report, run, gate))
 
 
 def render_several(reports: Sequence[tuple[Report, Run]], gates: Sequence[CheckResult] = ()) -> str:
     """Return several reports, and the verdict on each, in one JSON object."""
     checks: Sequence[CheckResult | None] = gates or [None] * len(reports)
     documents = [document(report, run, gate) for (report, run), gate in zip(reports, checks, strict=True)]
-    return _dumps({"schema": SEVERAL_SCHEMA, "reports": documents})
+    return escaping.json_text({"schema": SEVERAL_SCHEMA, "reports": documents})
 
 
 def document(report: Report, run: Run, gate: CheckResult | None = None) -> dict[str, Any]:
@@ -237,8 +238,3 @@ def _samples(table: pl.DataFrame) -> list[dict[str, Any]]:
         {"metric": metric, "window": window, "rank": rank, "steps": steps, "values": to_json_value(values)}
         for metric, window, rank, steps, values in series.iter_rows()
     ]
-
-
-def _dumps(value: object) -> str:
-    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    return text.encode("utf-8", "replace").decode()  # names of files may be bytes that are not text

@@ -1,5 +1,7 @@
 """The rows of a query as a document, CSV or JSON, without readable units: users of SQL compute with the values."""
 
+import csv
+import io
 import json
 
 import polars as pl
@@ -11,8 +13,6 @@ from tracekit.report.render.json import to_json_value
 _MIN_TEXT = 24
 _ROWS_AT_ONCE = 10_000
 """Rows are Python objects, which need many times the memory of a table, so few at a time."""
-_FORMULA = r"^[=+\-@\t\r]"
-_CONTROLS = r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u{200e}\u{200f}\u{202a}-\u{202e}\u{2066}-\u{2069}]"
 _EXACT = 1e6  # larger numbers need more than six digits
 
 
@@ -38,7 +38,7 @@ def as_csv(rows: pl.DataFrame) -> str:
     A text that a spreadsheet would take for a formula begins with an apostrophe, and control characters but line ends
     and tabs become '�'.
     """
-    nested = [name for name, dtype in rows.schema.items() if dtype.is_nested()]
+    nested = [name for name, dtype in rows.schema.items() if dtype.is_nested() or dtype == pl.Object]
     flat = rows.with_columns(
         pl.Series(name, [None if value is None else json.dumps(to_json_value(value)) for value in rows[name].to_list()])
         for name in nested
@@ -47,9 +47,13 @@ def as_csv(rows: pl.DataFrame) -> str:
     plain = flat.with_columns(pl.col(name).bin.encode("hex") for name in binary)
     texts = [name for name, dtype in plain.schema.items() if isinstance(dtype, pl.String | pl.Categorical | pl.Enum)]
     inert = (
-        pl.col(name).cast(pl.String).str.replace_all(_CONTROLS, "�").str.replace(_FORMULA, "'${0}") for name in texts
+        pl.col(name).cast(pl.String).str.replace_all(escaping.CONTROLS, "�").str.replace(escaping.FORMULA, "'${0}")
+        for name in texts
     )
-    return plain.with_columns(inert).write_csv()
+    # Written apart: columns of a query may have equal names once they are escaped.
+    header = io.StringIO()
+    csv.writer(header, lineterminator="\n").writerow(map(escaping.csv_cell, rows.columns))
+    return header.getvalue() + plain.with_columns(inert).write_csv(include_header=False)
 
 
 def as_json(rows: pl.DataFrame) -> str:

@@ -41,7 +41,7 @@ def document(compared: ScalingComparison) -> Document:
     """A sentence per run and what it loses, the runs, the contributions of parts, and notes; for programs all in ns."""
     sentences = [part for step in compared.steps for part in (line(headline(step, compared)), *items([losses(step)]))]
     sections: tuple[Section, ...] = (sentences, [run_cells(compared)], [contribution_cells(compared)])
-    return Document(sections, compared.notes, _values(compared), is_ascii=False)
+    return Document(sections, compared.notes, _values(compared))
 
 
 def headline(step: ScalingStep, compared: ScalingComparison) -> str:

@@ -41,7 +41,7 @@ def document(changed: StepChange, top: int = DEFAULT_TOP) -> Document:
         *items(compared.differences),
     ]
     rest = [faint(text) for text in _rest(changed, top)]
-    return Document((first, [cells(changed, top), *rest]), tuple(remarks(changed)), values, is_ascii=False)
+    return Document((first, [cells(changed, top), *rest]), tuple(remarks(changed)), values)
 
 
 def count_statuses(changed: StepChange) -> str:

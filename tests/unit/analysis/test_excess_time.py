@@ -158,7 +158,7 @@ def test_a_real_rank_that_computes_more_on_a_cpu() -> None:
     [
         ("late_by_varying_time", 6, -1, SLOWER),
         pytest.param("two_late_ranks", 0, 1, SLOWER, marks=pytest.mark.accuracy),
-        ("two_late_ranks", 1, 0, LATE),
+        pytest.param("two_late_ranks", 1, 0, LATE, marks=pytest.mark.accuracy),
     ],
 )
 def test_planted_delays_of_a_recorded_job(case: str, late: int, left_out: int, kind: str) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("streamlit", reason="needs the extra [dashboard]")
 
-from dashboard import downloads, run_catalog, run_store, runs_table, settings, uploads, widgets
+from dashboard import run_catalog, run_store, runs_table, settings, uploads, widgets
 from dashboard.run_entry import SETTLED_S, RunEntry
 from dashboard.runs_table import RunFilter
 from tests.browser import recorded
@@ -366,18 +366,7 @@ def test_a_bomb_is_refused_as_soon_as_it_shows(tmp_path, wording):
     uploads.refuse_decompression_bomb(bomb)
 
 
-# Files to keep, and the command ---------------------------------------------------------------------------------------
-
-
-def test_a_download_is_no_formula():
-    rows = pl.DataFrame({"name": ["=cmd()", "gemm", None], "dur_ns": [-1, 2, 3], "ranks": [[0, 1], [], None]})
-    assert downloads.as_csv(rows) == 'name,dur_ns,ranks\n\'=cmd(),-1,"[0, 1]"\ngemm,2,[]\n,3,\n'
-
-
-def test_a_column_that_a_query_names_is_no_formula():
-    rows = pl.DataFrame({"=cmd()": [1], "'=cmd()": [2], "-2+3": [3], 'a,"b"': [4], "": [5]})
-    assert downloads.as_csv(rows) == '\'=cmd(),\'=cmd(),\'-2+3,"a,""b""",\n1,2,3,4,5\n'
-    assert downloads.as_csv(rows.clear()).count("\n") == 1
+# The command ---------------------------------------------------------------------------------------
 
 
 def test_the_command_listens_to_this_machine_only_by_default(monkeypatch, runs, capsys, wording):

@@ -14,6 +14,7 @@ import tracekit
 from tests.support import drawn_traces
 from tests.support.cli_runner import tracekit as command
 from tests.support.python_path import REPOSITORY
+from tests.support.selection import others_in_accuracy
 from tests.support.simulated_parts import parts_of_steps
 from tests.unit.simulate.jobs import job, pipelined, written
 from tracekit import conventions
@@ -54,7 +55,8 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=CASES)
+# Of the pipelines, the longer one also has another number of stages.
+@pytest.fixture(scope="module", params=others_in_accuracy(CASES, [name for name in CASES if name != "more replicas"]))
 def simulated(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[list[Simulated], list[Run]]:

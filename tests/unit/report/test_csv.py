@@ -25,3 +25,14 @@ def test_names_and_negative_numbers_are_unchanged():
     rows = pl.DataFrame({"name": ["aten::mm", 'a-b=c, "d"', "é"], "gap_ns": [-1, 2, None]})
     read = pl.read_csv(io.StringIO(query_rows.as_csv(rows)))
     assert read.equals(rows)
+
+
+def test_a_download_is_no_formula():
+    rows = pl.DataFrame({"name": ["=cmd()", "gemm", None], "dur_ns": [-1, 2, 3], "ranks": [[0, 1], [], None]})
+    assert query_rows.as_csv(rows) == 'name,dur_ns,ranks\n\'=cmd(),-1,"[0, 1]"\ngemm,2,[]\n,3,\n'
+
+
+def test_a_column_that_a_query_names_is_no_formula():
+    rows = pl.DataFrame({"=cmd()": [1], "'=cmd()": [2], "-2+3": [3], 'a,"b"': [4], "": [5]})
+    assert query_rows.as_csv(rows) == '\'=cmd(),\'=cmd(),\'-2+3,"a,""b""",\n1,2,3,4,5\n'
+    assert query_rows.as_csv(rows.clear()).count("\n") == 1

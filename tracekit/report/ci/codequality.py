@@ -4,7 +4,6 @@ GitLab documents the form in "Code Quality report format": description, check_na
 major, critical or blocker), and a path relative to the repository with the line where it begins.
 """
 
-import json
 from collections.abc import Sequence
 
 from tracekit.model import escaping
@@ -34,7 +33,7 @@ def render(gates: Sequence[CheckResult], checkout: Checkout) -> str:
                 "location": {"path": location.path, "lines": {"begin": location.line}},
             }
             entries.append(entry)
-    return json.dumps(entries, indent=2, ensure_ascii=False) + "\n"
+    return escaping.json_text(entries)
 
 
 def _severity(item: CheckItem) -> str:

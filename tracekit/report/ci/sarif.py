@@ -10,7 +10,6 @@ of the tool is one SARIF run, for any number of training runs; GitHub shows 5,00
 
 import hashlib
 import inspect
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
@@ -71,7 +70,7 @@ def render(gates: Sequence[CheckResult], checkout: Checkout) -> str:
         "results": entries,
     }
     log = {"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}
-    return json.dumps(log, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return escaping.json_text(log)
 
 
 def fingerprint(item: CheckItem, run: str = "") -> str:

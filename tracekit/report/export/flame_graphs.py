@@ -17,7 +17,7 @@ from tracekit.report.export import perfetto_encoder
 from tracekit.report.trace_tracks import Timeline
 
 _SPEEDSCOPE_SCHEMA = "https://www.speedscope.app/file-format-schema.json"
-_SEPARATORS = re.compile(r"[;\x00-\x1f\x7f-\x9f]+")
+_SEPARATORS = re.compile(r"[;\x00-\x1f\x7f-\x9f\u2028-\u202e]+")
 _TRACK = "time by stack"
 
 

@@ -1,16 +1,16 @@
 """Document -> strict JSON: its values."""
 
-import json
 import math
 from collections.abc import Mapping
 from typing import Any
 
+from tracekit.model import escaping
 from tracekit.report.document import Document
 
 
 def render(document: Document) -> str:
     """Return the values of a document as JSON."""
-    return json.dumps(document.values, indent=2, ensure_ascii=document.is_ascii, allow_nan=False) + "\n"
+    return escaping.json_text(document.values)
 
 
 def to_json_value(value: object) -> Any:
