@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from instrumented_trainers.parallelism.yafsdp.rank_programs import wait_for
 
 # torch 2.13 renamed both and warns at the old names, which are all that 2.11 has.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -134,7 +134,7 @@ class GlooLane(Lane):
 
     def all_gather(self, buffers: Sequence[Tensor]) -> PendingCollective:
         group = self.ranks.shards
-        return _Works([_all_gather(buffer, self.chunk(buffer), group=group, async_op=True) for buffer in buffers])
+        return _Works([all_gather_single(buffer, self.chunk(buffer), group=group, async_op=True) for buffer in buffers])
 
     def reduce_scatter(self, buffers: Sequence[Tensor], *, over_replicas: bool = True) -> PendingCollective:
         chunks, group = [self.chunk(buffer) for buffer in buffers], self.ranks.shards
@@ -223,7 +223,7 @@ class CudaStreamLane(Lane):
     def all_gather(self, buffers: Sequence[Tensor]) -> PendingCollective:
         def gather() -> None:
             for buffer in buffers:
-                _all_gather(buffer, self.chunk(buffer), group=self.ranks.shards)
+                all_gather_single(buffer, self.chunk(buffer), group=self.ranks.shards)
 
         return self._issue(gather)
 

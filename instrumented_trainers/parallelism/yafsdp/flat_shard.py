@@ -5,6 +5,7 @@ boxes a range is, through the three methods that the checkpoint's planner asks a
 """
 
 import dataclasses
+import functools
 import operator
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
@@ -56,7 +57,7 @@ class Place:
         """Return the shape that a program sees."""
         return self.shape if self.shows_whole else self.part_shape
 
-    @property
+    @functools.cached_property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         """Return the groups of ranks over which the elements lie that a program sees, one within the other."""
         return (self.ranks, *(self.region.groups if self.shows_whole and self.region is not None else ()))

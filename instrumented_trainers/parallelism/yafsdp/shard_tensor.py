@@ -21,6 +21,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from instrumented_trainers.parallelism.yafsdp.communication_lane import all_gather_single
 from instrumented_trainers.parallelism.yafsdp.flat_shard import Place
 from instrumented_trainers.parallelism.yafsdp.rank_programs import note, waiting
 
@@ -140,9 +141,9 @@ class _Gathered(torch.autograd.Function):
         rows = numbers.to(place.device).contiguous().unsqueeze(0)
         note(f"reduction of {len(numbers)} numbers of shards, such as norms")
         for group in place.groups:
-            received = [torch.empty_like(rows) for _ in range(group.size())]
-            waiting(dist.all_gather, received, rows, group=group)
-            rows = torch.cat(received)
+            received = rows.new_empty(group.size() * len(rows), len(numbers))
+            waiting(all_gather_single, received, rows, group=group)
+            rows = received
         return rows.to(numbers.device)
 
     @staticmethod
