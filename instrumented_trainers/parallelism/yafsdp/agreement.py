@@ -1,5 +1,6 @@
 """What ranks exchange once per backward pass: whose parameters got a gradient, and whether all ran the same program."""
 
+import ctypes
 import zlib
 from collections.abc import Sequence
 
@@ -34,7 +35,8 @@ class RankAgreement:
         self._values = torch.ones(len(self._flag) + 2, dtype=torch.int32, device=device)
         # Pinned, so that the host does not wait for the copy; it is over when the values of this pass are compared.
         self._sent = torch.zeros(2, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._sent_values = self._sent.numpy()
+        # Its memory, for torch runs without NumPy.
+        self._sent_values = (ctypes.c_int32 * 2).from_address(self._sent.data_ptr())
         self._checksum = 0
         self._is_trained: list[bool] = []
         self._pending: PendingCollective | None = None
