@@ -4,7 +4,6 @@ import gzip
 import json
 import tracemalloc
 import zipfile
-import zlib
 from pathlib import Path
 
 import polars as pl
@@ -19,25 +18,14 @@ from tracekit.ingest.budget import OverBudgetError
 from tracekit.ingest.readers import memory_snapshots
 from tracekit.ingest.readers.perfetto import packets
 
-EMPTY_PACKETS = b"\x0a\x00" * 3_000_000
+COUNT = 3_000_000
+EMPTY_PACKETS = b"\x0a\x00" * COUNT
 MIB = 1 << 20
 
 
-def varint(number: int) -> bytes:
-    parts = bytearray()
-    while number > 0x7F:
-        parts.append(number & 0x7F | 0x80)
-        number >>= 7
-    return bytes((*parts, number))
-
-
-def packed_in_a_packet() -> bytes:
-    packed = zlib.compress(EMPTY_PACKETS)
-    field = varint(50 << 3 | 2) + varint(len(packed)) + packed
-    return b"\x0a" + varint(len(field)) + field
-
-
-@pytest.mark.parametrize("content", [gzip.compress(EMPTY_PACKETS), packed_in_a_packet()], ids=["gzip", "in a packet"])
+@pytest.mark.parametrize(
+    "content", [gzip.compress(EMPTY_PACKETS), bounds.packed_packets(COUNT)], ids=["gzip", "in a packet"]
+)
 def test_a_trace_of_empty_packets_is_refused(tmp_path: Path, content: bytes):
     path = tmp_path / ("rank0.pftrace.gz" if content[:2] == b"\x1f\x8b" else "rank0.pftrace")
     path.write_bytes(content)
