@@ -16,6 +16,7 @@ from tracekit.errors import BadTraceError, ConfigError
 from tracekit.ingest import archives, budget
 from tracekit.ingest.budget import OverBudgetError
 from tracekit.ingest.readers import memory_snapshots
+from tracekit.ingest.readers.kineto import scan
 from tracekit.ingest.readers.perfetto import packets
 
 COUNT = 3_000_000
@@ -131,3 +132,16 @@ def test_a_stray_byte_in_a_key_or_value_is_said(tmp_path: Path, place: str):
     (tmp_path / "rank0.json").write_bytes(trace.replace(place.encode(), stray, 1))
     issues = tracekit.load(tmp_path, cache=False).trace(0).data_quality
     assert issues.filter(pl.col("message").str.contains("UTF-8")).height, issues["message"].to_list()
+
+
+def test_levels_within_a_damaged_event_are_skipped_by_few_parses(tmp_path: Path, monkeypatch):
+    event = '{"ph":"X","cat":"cpu_op","name":"aten::mm","ts":1,"dur":2,"pid":1,"tid":1}'
+    deep = '{"ph":?,' + '{"args":[' * 20_000
+    path = tmp_path / "rank0.json"
+    path.write_text(f'{{"traceEvents":[{event},{deep},{event}]}}')
+    parses = []
+    parse = scan._parse
+    monkeypatch.setattr(scan, "_parse", lambda *place: parses.append(place[1]) or parse(*place))
+    trace = tracekit.load(path, cache=False).trace(0)
+    assert trace.ops["name"].to_list() == ["aten::mm"] * 2
+    assert len(parses) < 2_000
