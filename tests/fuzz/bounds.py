@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.fuzz import structures
 from tests.support import kineto_files
 from tests.support.cli_runner import ROOT
 
@@ -105,18 +106,10 @@ def _begin(number: int) -> str:
     return f'{{"ph":"B","cat":"cpu_op","name":"f{number}","ts":{number},"pid":1,"tid":1}}'
 
 
-def _varint(number: int) -> bytes:
-    parts = bytearray()
-    while number > 0x7F:
-        parts.append(number & 0x7F | 0x80)
-        number >>= 7
-    return bytes((*parts, number))
-
-
-def _packed_packets() -> bytes:
-    packed = zlib.compress(b"\x0a\x00" * 50_000_000)
-    field = _varint(50 << 3 | 2) + _varint(len(packed)) + packed
-    return b"\x0a" + _varint(len(field)) + field
+def packed_packets(count: int) -> bytes:
+    """A Perfetto packet that holds so many empty packets, compressed."""
+    packed = structures.encoded((50, structures.LENGTH, zlib.compress(b"\x0a\x00" * count)))
+    return structures.encoded((1, structures.LENGTH, packed))
 
 
 def _bzip2_member() -> bytes:
@@ -209,7 +202,7 @@ ROWS: Mapping[str, tuple[tuple[str, ...], Make]] = {
     "50 million empty packets by gzip": (
         _CHECK, _file("rank0.pftrace.gz", lambda: gzip.compress(b"\x0a\x00" * 50_000_000))
     ),
-    "50 million empty packets in a packet": (_CHECK, _file("rank0.pftrace", _packed_packets)),
+    "50 million empty packets in a packet": (_CHECK, _file("rank0.pftrace", lambda: packed_packets(50_000_000))),
     "zip with 2.4 GB in a bzip2 member": (_CHECK, _file("run.zip", _bzip2_member)),
     "64 MB of spaces by gzip": (_CHECK, _file("rank0.json.gz", lambda: gzip.compress(b" " * 64_000_000))),
     "48 MB of spaces before a trace": (_CHECK, _file("rank0.json", lambda: b" " * 48_000_000 + _trace())),

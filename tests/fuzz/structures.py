@@ -13,7 +13,7 @@ from tests.fuzz import mutations
 Field: TypeAlias = tuple[int, int, int | bytes]
 """Number, wire type, and value: an integer, or the bytes of a field that has a length."""
 
-_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
+_VARINT, _FIXED64, LENGTH, _FIXED32 = 0, 1, 2, 5
 _INTEGERS = (0, 1, 2, 3, 6, 63, 64, 127, 1 << 20, 1 << 31, 1 << 32, 1 << 40, 1 << 53, 1 << 62, (1 << 63) - 1, 1 << 63)
 _BITS = tuple(
     int.from_bytes(struct.pack("<d", number), "little") for number in (float("nan"), float("inf"), 1e308, -1.0, 5e-324)
@@ -47,7 +47,7 @@ def protobuf(data: bytes, random: Random) -> bytes:
     is_message = isinstance(value, bytes) and bool(_parsed(value)) and not value.isascii()
     if isinstance(value, bytes) and (is_message or _parsed(value)) and random.random() < (0.9 if is_message else 0.4):
         fields[at] = (number, kind, protobuf(value, random))
-        return b"".join(map(_encoded, fields))
+        return b"".join(map(encoded, fields))
     draw = random.random()
     if draw < 0.15:
         del fields[at]
@@ -62,12 +62,12 @@ def protobuf(data: bytes, random: Random) -> bytes:
         fields[at] = (number, *_any_value(random))
     else:
         fields[at] = (number, kind, _value_like(value, kind, random))
-    return b"".join(map(_encoded, fields))
+    return b"".join(map(encoded, fields))
 
 
 def _any_value(random: Random) -> tuple[int, int | bytes]:
-    kind = random.choice((_VARINT, _FIXED64, _LENGTH, _FIXED32))
-    return kind, _value_like(b"" if kind == _LENGTH else 0, kind, random)
+    kind = random.choice((_VARINT, _FIXED64, LENGTH, _FIXED32))
+    return kind, _value_like(b"" if kind == LENGTH else 0, kind, random)
 
 
 def _value_like(value: int | bytes, kind: int, random: Random) -> int | bytes:
@@ -96,7 +96,7 @@ def _parsed(data: bytes) -> list[Field] | None:
             width = 8 if kind == _FIXED64 else 4
             fields.append((number, kind, int.from_bytes(data[at : at + width], "little")))
             at += width
-        elif kind == _LENGTH:
+        elif kind == LENGTH:
             size, at = _varint(data, at)
             if at < 0:
                 return None
@@ -121,7 +121,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
     return 0, -1
 
 
-def _encoded(field: Field) -> bytes:
+def encoded(field: Field) -> bytes:
     number, kind, value = field
     tag = _varint_bytes(number << 3 | kind)
     if isinstance(value, bytes):

@@ -4,7 +4,6 @@ import gzip
 import json
 import tracemalloc
 import zipfile
-import zlib
 from pathlib import Path
 
 import polars as pl
@@ -17,27 +16,17 @@ from tracekit.errors import BadTraceError, ConfigError
 from tracekit.ingest import archives, budget
 from tracekit.ingest.budget import OverBudgetError
 from tracekit.ingest.readers import memory_snapshots
+from tracekit.ingest.readers.kineto import scan
 from tracekit.ingest.readers.perfetto import packets
 
-EMPTY_PACKETS = b"\x0a\x00" * 3_000_000
+COUNT = 3_000_000
+EMPTY_PACKETS = b"\x0a\x00" * COUNT
 MIB = 1 << 20
 
 
-def varint(number: int) -> bytes:
-    parts = bytearray()
-    while number > 0x7F:
-        parts.append(number & 0x7F | 0x80)
-        number >>= 7
-    return bytes((*parts, number))
-
-
-def packed_in_a_packet() -> bytes:
-    packed = zlib.compress(EMPTY_PACKETS)
-    field = varint(50 << 3 | 2) + varint(len(packed)) + packed
-    return b"\x0a" + varint(len(field)) + field
-
-
-@pytest.mark.parametrize("content", [gzip.compress(EMPTY_PACKETS), packed_in_a_packet()], ids=["gzip", "in a packet"])
+@pytest.mark.parametrize(
+    "content", [gzip.compress(EMPTY_PACKETS), bounds.packed_packets(COUNT)], ids=["gzip", "in a packet"]
+)
 def test_a_trace_of_empty_packets_is_refused(tmp_path: Path, content: bytes):
     path = tmp_path / ("rank0.pftrace.gz" if content[:2] == b"\x1f\x8b" else "rank0.pftrace")
     path.write_bytes(content)
@@ -143,3 +132,16 @@ def test_a_stray_byte_in_a_key_or_value_is_said(tmp_path: Path, place: str):
     (tmp_path / "rank0.json").write_bytes(trace.replace(place.encode(), stray, 1))
     issues = tracekit.load(tmp_path, cache=False).trace(0).data_quality
     assert issues.filter(pl.col("message").str.contains("UTF-8")).height, issues["message"].to_list()
+
+
+def test_levels_within_a_damaged_event_are_skipped_by_few_parses(tmp_path: Path, monkeypatch):
+    event = '{"ph":"X","cat":"cpu_op","name":"aten::mm","ts":1,"dur":2,"pid":1,"tid":1}'
+    deep = '{"ph":?,' + '{"args":[' * 20_000
+    path = tmp_path / "rank0.json"
+    path.write_text(f'{{"traceEvents":[{event},{deep},{event}]}}')
+    parses = []
+    parse = scan._parse
+    monkeypatch.setattr(scan, "_parse", lambda *place: parses.append(place[1]) or parse(*place))
+    trace = tracekit.load(path, cache=False).trace(0)
+    assert trace.ops["name"].to_list() == ["aten::mm"] * 2
+    assert len(parses) < 2_000

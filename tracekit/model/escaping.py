@@ -51,17 +51,17 @@ def escape(text: str | None, limit: int = MAX_TEXT) -> str:
 
 
 def without_commands(text: str) -> str:
-    """Return lines of text without commands to CI: runners obey commands in all that a step prints.
+    r"""Return lines of text without commands to CI: runners obey commands in all that a step prints.
 
     GitHub's looks for "::" at the start of a line and for "##[" anywhere (ActionCommand in its source), Azure's for
     "##vso[", TeamCity for "##teamcity[". In JSON these are written as escape sequences with the same meaning.
 
-    >>> without_commands("a ##[b]c")
-    'a ## [b]c'
+    >>> without_commands("a ##[b]c"), without_commands("[a]\n::error::b")
+    ('a ## [b]c', '[a]\n: :error::b')
     """
-    if text.startswith(("{", "[")):
-        return _OF_RUNNERS.sub(r"#\\u0023", text)
-    return _COMMAND.sub(r"\g<0> ", text)
+    # Text may begin like JSON, too: no line of JSON begins with a colon, so the first rule is for both.
+    hashes = r"#\\u0023" if text.startswith(("{", "[")) else "## "
+    return _OF_RUNNERS.sub(hashes, _LINE_COMMAND.sub(r"\g<0> ", text))
 
 
 def csv_cell(text: str) -> str:
@@ -185,7 +185,7 @@ _QUANTITY = r"[+-]?\d[\d.,]*(?: ?[\w%/]+)?"
 _SIGNED_NUMBER = re.compile(rf"{_QUANTITY}(?: to {_QUANTITY})?")
 _INVISIBLE_IN_JSON = re.compile(r"[\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _OF_RUNNERS = re.compile(r"##(?=\w*\[)")
-_COMMAND = re.compile(r"##(?=\w*\[)|^\s*:(?=:)", re.MULTILINE)
+_LINE_COMMAND = re.compile(r"^\s*:(?=:)", re.MULTILINE)
 _WRITTEN = (
     ("_ns", units.duration),
     ("_bytes", units.size),

@@ -1,5 +1,6 @@
 """Iterate over the events of one trace file in batches, for any layout; count damaged and missing data."""
 
+import itertools
 import json
 import re
 from collections import Counter
@@ -24,6 +25,9 @@ _BETWEEN = re.compile(r"\s*(,?)\s*")
 _AFTER_ARRAY = re.compile(r'\s*(?:,\s*"|\}|\Z)')
 _EMPTY_OBJECTS = re.compile(r"\{\s*\}(?:\s*,\s*\{\s*\})*")
 _FIRST_KEY = re.compile(r'\{\s*"[^"\\]*"')
+_BRACKET = re.compile(r"[\[{]")
+_SKIPPED_LEVELS = 500
+"""The parser ends 900 levels below its start: what opens in the first 500 has more levels than the 100 allowed."""
 _parse = json.JSONDecoder(strict=False, parse_float=str).raw_decode  # text keeps every digit of a time
 
 
@@ -241,10 +245,16 @@ def _may_be_incomplete(error: Exception, text: str, start: int) -> bool:
 
 
 def _next_event(text: str, pos: int) -> int | None:
-    for match in _EVENT_START.finditer(text, pos):
+    while match := _EVENT_START.search(text, pos):
+        pos = match.end()
         try:
             item, _ = _parse(text, match.start())
-        except (ValueError, RecursionError):
+        except ValueError:
+            continue
+        except RecursionError:
+            # All that opens within is too deep for an event, too: a try of each would take quadratic time.
+            brackets = itertools.islice(_BRACKET.finditer(text, pos), _SKIPPED_LEVELS)
+            pos = max((bracket.start() for bracket in brackets), default=pos)
             continue
         if isinstance(item, dict) and "ph" in item:
             return match.start()
