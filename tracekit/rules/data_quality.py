@@ -128,6 +128,11 @@ _KINDS = {
     "sampled": _Kind(
         _WARNING, "Use the complete trace: where launches are missing, an idle device says nothing about the host."
     ),
+    "unnumbered_ops": _Kind(
+        _INFO,
+        "If a tool filtered the events, use the complete trace, or keep the argument External id of ops: idle time may "
+        "be work that was not recorded.",
+    ),
     **dict.fromkeys(_STEP_KINDS, _Kind(_INFO, _MARK_STEPS.training)),
     "iterations_differ": _Kind(_WARNING, "Compare ranks by collectives, not by step. " + _STEP),
     "unlinked": _degrading(

@@ -338,6 +338,15 @@ def test_a_trace_without_most_of_the_numbered_ops_is_sampled(tmp_path, step, is_
         assert found["affected_ratio"][0] == pytest.approx(2 / 3, abs=0.001)
 
 
+@pytest.mark.parametrize(
+    ("numbers", "count", "is_said"), [({}, 100, True), ({}, 99, False), ({"External id": 7}, 100, False)]
+)
+def test_ops_without_numbers_do_not_show_whether_others_are_missing(tmp_path, numbers, count, is_said):
+    ops = [slice_("cpu_op", "aten::add", 10 * at, 5, tid=1, **numbers) for at in range(count)]
+    kinds = read(tmp_path, *ops, kernel("add", 0, 5)).data_quality["kind"].to_list()
+    assert ("unnumbered_ops" in kinds) == is_said
+
+
 # Roles ----------------------------------------------------------------------------------------------------------------
 
 

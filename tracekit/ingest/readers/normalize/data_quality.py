@@ -23,6 +23,9 @@ _LEAST_CALLS, _LEAST_RECORDED = 500, 0.01
 """Of the calls of the device runtime profilers record launches, copies and synchronizations: 7% to 100% of all calls
 in complete recordings of PyTorch 1.9 to 2.11, 0.5% in a sampled one."""
 
+_LEAST_UNNUMBERED = 100
+"""Ops: fewer are a test or a fragment, which nobody samples."""
+
 
 def table(events: Events, steps: Steps, *, odd: OddValues, undecided: pl.DataFrame, busy_ns: int) -> pl.DataFrame:
     """Return the data-quality issues that reading raises: one row per kind.
@@ -120,7 +123,8 @@ def _odd(events: Events, odd: OddValues) -> Iterator[Row]:
 def _sampled_ops(events: Events) -> Iterator[Row]:
     """Recordings that lack most ops: the profiler numbers ops consecutively, each thread in blocks of its own.
 
-    Where ops have no numbers: those that lack most calls of the CUDA runtime, which has its own numbers.
+    Where ops have no numbers: those that lack most calls of the CUDA runtime, which has its own numbers. Where
+    neither shows it, ops may be missing.
     """
     is_numbered = pl.col("kind").is_in([HOST_KINDS.index("cpu_op"), HOST_KINDS.index("annotation")])
     ids = events.host.filter(is_numbered, pl.col("external_id") > 0)["external_id"].unique().sort()
@@ -139,15 +143,16 @@ def _sampled_ops(events: Events) -> Iterator[Row]:
 def _sampled_calls(events: Events) -> Iterator[Row]:
     calls = events.host.filter(pl.col("kind") == HOST_KINDS.index("runtime"), pl.col("correlation") > 0)
     numbers = calls["correlation"].unique()
-    if len(numbers) < _LEAST_CALLS:
-        return
-    call_count = int(numbers.max()) - int(numbers.min()) + 1  # type: ignore[arg-type]
+    call_count = 1 + int(numbers.max()) - int(numbers.min()) if len(numbers) >= _LEAST_CALLS else 0  # type: ignore[arg-type]
+    op_count = events.host.filter(pl.col("kind") == HOST_KINDS.index("cpu_op")).height
     if len(numbers) < _LEAST_RECORDED * call_count:
         message = (
             f"The trace has {len(numbers):,} of {call_count:,} consecutively numbered calls of the device runtime, of "
             f"which complete recordings have more than {units.share(_LEAST_RECORDED)}: others are missing."
         )
         yield "sampled", message, 1 - len(numbers) / call_count
+    elif op_count >= _LEAST_UNNUMBERED:
+        yield "unnumbered_ops", f"{op_count:,} ops have no numbers, which would show whether others are missing.", 0.0
 
 
 def _undecided_kernels(kernels: pl.DataFrame, busy_ns: int) -> Iterator[Row]:
