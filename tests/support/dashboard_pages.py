@@ -1,6 +1,7 @@
 """The dashboard's pages as Streamlit runs them, without a browser. Needs the extra [dashboard]."""
 
 import functools
+import sys
 
 import pytest
 
@@ -37,7 +38,12 @@ def page(address, *paths, state=(), **parameters):
     app.query_params.update(parameters)
     for name, value in dict(state).items():
         app.session_state[name] = value
-    return app.run()
+    # Streamlit replaces __main__ by the page it runs, which processes that later tests start would import in vain.
+    main = sys.modules["__main__"]
+    try:
+        return app.run()
+    finally:
+        sys.modules["__main__"] = main
 
 
 def html_of(app):

@@ -35,7 +35,7 @@ def test_fields_of_a_message_are_written_as_they_were_read(which: int) -> None:
     data = inputs._perfetto_files()[which]
     fields = structures._parsed(data)
     assert fields
-    assert b"".join(map(structures._encoded, fields)) == data
+    assert b"".join(map(structures.encoded, fields)) == data
 
 
 def test_a_message_with_a_changed_field_is_still_a_message() -> None:

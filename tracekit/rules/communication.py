@@ -350,6 +350,9 @@ def _taking_turns(run: Run) -> str:
     """Return a sentence on device collectives that ranks leave too far apart for a transfer; "" otherwise."""
     if not run.table(contention.device_count)["devices"].sum():
         return ""
+    devices = run.table(breakdown.by_step).select("rank", "device").unique()["device"]
+    if len(devices) > 1 and devices.is_unique().all():
+        return ""  # each rank has its own number of a device; with CUDA_VISIBLE_DEVICES, other devices have one number
     apart_ns, shortest_ns = collective_instances.median_departure(run)
     if apart_ns < max(_MIN_APART_NS, _MIN_APART_RATIO * shortest_ns):
         return ""
@@ -367,6 +370,9 @@ def _slow_transfers(run: Run, slow_bytes_per_ns: float) -> str:
     """
     if not run.table(contention.device_count)["devices"].sum():
         return ""
+    devices = run.table(breakdown.by_step).select("rank", "device").unique()["device"]
+    if len(devices) > 1 and devices.is_unique().all():
+        return ""  # each rank has its own number of a device; with CUDA_VISIBLE_DEVICES, other devices have one number
     slow = _slowest(_whole_transfers(run, _LARGE_BYTES), slow_bytes_per_ns)
     return slow and f"{slow}, far below any link inside a node."
 
