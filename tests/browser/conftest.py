@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from playwright.sync_api import Error as PlaywrightError
+from playwright.sync_api import expect
 
 from tests.browser import recorded
 from tracekit.cli.commands.dashboard import server_command
@@ -205,6 +206,19 @@ SETTLED = """() => document.querySelector("[data-testid=stApp]")?.dataset.testSc
 def settle(page):
     """Wait until the page is complete: earlier clicks and keys may hit elements that move or are replaced."""
     page.wait_for_function(SETTLED, polling=100)  # by default it is called for each frame, and so there are frames
+
+
+def turn_to(page, title):
+    """Turn to a page by its link, again where the page before it was drawn anew meanwhile: the click is lost."""
+    link = page.locator("[data-testid=stSidebarNavLink]").filter(has_text=re.compile(f"^{title}$"))
+    current = page.locator("[data-testid=stSidebarNavLink][aria-current=page]")
+    for _ in range(5):
+        settle(page)
+        link.click()
+        with contextlib.suppress(AssertionError):
+            expect(current).to_have_text(title, timeout=30_000)
+            return
+    expect(current).to_have_text(title)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import pytest
 from playwright.sync_api import expect
 
 from tests.browser import conftest, grid, recorded
-from tests.browser.conftest import WAIT_MS, assert_clean, heard, settle
+from tests.browser.conftest import WAIT_MS, assert_clean, heard, settle, turn_to
 from tests.support import dashboard_pages
 
 pytestmark = pytest.mark.browser
@@ -20,10 +20,6 @@ ROWS = "[data-testid=stDataFrame]"
 def shown(tab, server):
     """Return one page for the tests up to those of `hostile`, opened on the recorded run."""
     yield from conftest.stay_open(tab, f"{server.url}/?run={recorded.GOOD}")
-
-
-def _turn_to(page, name):
-    page.locator("[data-testid=stSidebarNavLink]").filter(has_text=re.compile(f"^{name}$")).click()
 
 
 def _heading(page, text):
@@ -40,7 +36,7 @@ def at(shown):
 
     def turned(name):
         heard(shown)
-        _turn_to(shown, name)
+        turn_to(shown, name)
         return shown
 
     return turned
@@ -146,7 +142,7 @@ def test_a_part_of_the_critical_path_leads_to_its_moment_with_the_path_as_the_to
 def test_memory_and_checkpoints_say_how_to_record_what_is_missing(at):
     page = at("Memory")
     _says(page, "profile_memory=True")
-    _turn_to(page, "Checkpoints")
+    turn_to(page, "Checkpoints")
     _says(page, "record_save")
     assert_clean(page)
 
@@ -204,7 +200,7 @@ WITH_NAMES = ("overview", "timeline", "ranks", "kernels", "communication", "comp
 )
 def test_names_run_nothing_on_any_page(hostile, listed):
     heard(hostile)
-    _turn_to(hostile, listed.title)
+    turn_to(hostile, listed.title)
     expect(hostile.locator("[data-testid=stSidebarNavLink][aria-current=page]")).to_have_text(listed.title)
     settle(hostile)
     found = hostile.locator(f"{TEXT} h3, {TEXT} .tk-title, {TEXT} [data-testid=stAlert]").filter(visible=True)
@@ -216,5 +212,5 @@ def test_names_run_nothing_on_any_page(hostile, listed):
 
 
 def test_names_are_shown_as_text(hostile):
-    _turn_to(hostile, "Kernels")
+    turn_to(hostile, "Kernels")
     expect(hostile.locator(".st-key-kernels-top .ytick text").filter(has_text="<script>")).to_be_visible()

@@ -12,7 +12,7 @@ import pytest
 from playwright.sync_api import expect
 
 from tests.browser import recorded
-from tests.browser.conftest import WAIT_MS, assert_clean, settle
+from tests.browser.conftest import WAIT_MS, assert_clean, settle, turn_to
 
 pytestmark = pytest.mark.browser
 expect.set_options(timeout=WAIT_MS)
@@ -30,10 +30,6 @@ def _open(page, server, run):
     _visible(page, "[data-testid=stSidebar]")
 
 
-def _turn_to(page, name):
-    _visible(page, "[data-testid=stSidebarNavLink]", name).click()
-
-
 def test_overview_shows_verdict_findings_and_breakdown(page, server):
     _open(page, server, recorded.GOOD)
     assert "%" in _visible(page, ".tk-verdict b").inner_text()
@@ -46,7 +42,7 @@ def test_overview_shows_verdict_findings_and_breakdown(page, server):
 
 def test_several_runs_are_compared(page, server):
     _open(page, server, recorded.GOOD)
-    _turn_to(page, "Compare")
+    turn_to(page, "Compare")
     table = _visible(page, "table.tracekit", "step time")
     assert recorded.GOOD in table.inner_text()
     assert recorded.HOSTILE in table.inner_text()
@@ -65,7 +61,7 @@ def test_a_run_that_cannot_be_read_shows_why_and_the_others_work(page, server):
     _open(page, server, recorded.TRUNCATED)
     _visible(page, "[data-testid=stAlert]")
     assert_clean(page)
-    _turn_to(page, "Compare")
+    turn_to(page, "Compare")
     _visible(page, "table.tracekit", recorded.GOOD)
 
 
@@ -156,6 +152,6 @@ def test_titles_and_files_name_the_run_and_the_page(page, server):
     with page.expect_download() as download:
         figure.locator("[data-title*=Download], [data-title*=png]").first.click()
     assert download.value.suggested_filename == f"{recorded.GOOD}-breakdown_by_rank.png"
-    _turn_to(page, "Runs")
+    turn_to(page, "Runs")
     expect(page).to_have_title("Runs · tracekit")
     assert_clean(page)
