@@ -60,7 +60,7 @@ class Model(nn.Module):
 
 
 class Samples(torch.utils.data.Dataset):
-    """Samples that are decoded in Python where `decode_count` is positive."""
+    """Batches that are made by one op, or sample by sample in Python, as often decoded as `decode_count` says."""
 
     def __init__(self, decode_count: int = 0) -> None:
         self._decode_count = decode_count
@@ -68,7 +68,12 @@ class Samples(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return 1 << 20
 
-    def __getitem__(self, number: int) -> torch.Tensor:
+    def __getitem__(self, numbers: list[int]) -> torch.Tensor:
+        if not self._decode_count:
+            return torch.tensor(numbers).mul(7919).remainder(_VOCABULARY)
+        return torch.stack([self._decode(number) for number in numbers])
+
+    def _decode(self, number: int) -> torch.Tensor:
         for _ in range(self._decode_count):
             sum(byte * 31 % 257 for byte in _TEXT.encode())
         return torch.tensor(number * 7919 % _VOCABULARY)
@@ -327,7 +332,9 @@ def record(run: Path, size: str, rank: int, trouble: Trouble) -> None:
         change = trouble(changes)
         if change is not None:
             stack.enter_context(change)
-        batches = iter(torch.utils.data.DataLoader(changes.dataset, rows))
+        order = torch.utils.data.SequentialSampler(changes.dataset)
+        by_batch = torch.utils.data.BatchSampler(order, rows, drop_last=True)
+        batches = iter(torch.utils.data.DataLoader(changes.dataset, batch_size=None, sampler=by_batch))
         dist.barrier()
         steps = f"{FIRST_PROFILED_STEP}:{LAST_STEP}"
         recorder = stack.enter_context(Recorder(run, steps=steps, rank=rank, world_size=RANKS))

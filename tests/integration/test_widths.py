@@ -96,6 +96,7 @@ COMMANDS = {
     "replay of the allocator": ("memory", RECORDINGS / "allocator_h100", "--replay", "default"),
     "watch": ("watch", SAMPLES / "demo-fsdp2", "--once"),
     "save a baseline": ("baseline", "save", GREEN, "--out", "saved.json"),
+    "update a baseline": ("baseline", "update", "saved.json", GREEN),
     "baseline": ("baseline", "show", "main.json"),
     "history": ("history", "show", "--db", "history.duckdb"),
     "add to a history": ("history", "add", GREEN, "--db", "history.duckdb"),
@@ -109,11 +110,14 @@ COMMANDS = {
     "term": ("explain", "straggler"),
     "metric": ("explain", "step_time_ns"),
 }
-MESSAGES = ("simulate", "faults", "export", "export of metrics", "scrub", "cache", "save a baseline", "checkpoint")
+MESSAGES = (
+    *("simulate", "faults", "export", "export of metrics", "scrub", "cache", "checkpoint"),
+    *("save a baseline", "update a baseline"),
+)
 """Commands whose lines are as long as they are: a terminal wraps them."""
 WITHOUT_NUMBERS = (
     *("query", "rule", "term", "metric", "faults", "export", "export of metrics", "scrub"),
-    *("save a baseline", "add to a history"),
+    *("save a baseline", "update a baseline", "add to a history"),
 )
 """What they print has no number with a unit."""
 
@@ -130,6 +134,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for arguments in made:
         assert cli_runner.tracekit(*arguments, cwd=path).returncode == 0
     return path
+
+
+@pytest.mark.parametrize("name", application.COMMANDS)
+def test_no_word_of_the_help_is_cut(name: str) -> None:
+    whole, narrow = (cli_runner.tracekit(name, "--help", COLUMNS=width).stdout for width in ("200", "40"))
+    assert "".join(narrow.split()) == "".join(whole.split())
 
 
 def test_every_command_is_printed_at_all_widths() -> None:
