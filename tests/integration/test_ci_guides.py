@@ -101,8 +101,8 @@ def test_zizmor_finds_nothing_in_the_action_and_in_workflows(tmp_path: Path) -> 
         (folder / f"{number}.yml").write_text(text, encoding="utf-8")
     # The recipes name actions by tag, as they are read; the page says to pin them.
     (tmp_path / "zizmor.yml").write_text("rules: {unpinned-uses: {disable: true}}", encoding="utf-8")
-    found = audit(doc_snippets.REPOSITORY / "action.yml") + audit("--config", tmp_path / "zizmor.yml", tmp_path)
-    assert [(finding["ident"], finding["locations"][0]["symbolic"]["route"]) for finding in found] == []
+    findings = audit(doc_snippets.REPOSITORY / "action.yml") + audit("--config", tmp_path / "zizmor.yml", tmp_path)
+    assert [(finding["ident"], finding["locations"][0]["symbolic"]["route"]) for finding in findings] == []
 
 
 def audit(*arguments: str | Path) -> list[dict[str, Any]]:
