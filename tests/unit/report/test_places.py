@@ -1,0 +1,47 @@
+"""Where a finding is, in words, and the mean step that savings are shares of."""
+
+import polars as pl
+import pytest
+
+import tracekit
+from tests.support.cli_runner import ROOT
+from tracekit.analysis.time import breakdown
+from tracekit.report import phrases
+from tracekit.rules.rule import Finding, Severity
+
+WAIT = {"rank": 2, "step": 11, "op": "all_gather", "phase": "optimizer"}
+
+
+def place(ranks: tuple[int, ...], **row: object) -> str:
+    return phrases.place(Finding("RANK001", Severity.WARNING, "", "", ranks=ranks, evidence=pl.DataFrame([row])))
+
+
+@pytest.mark.parametrize("column", phrases.LATE_RANK_COLUMNS)
+def test_a_late_rank_stands_first_and_then_who_waits_for_it(column: str) -> None:
+    at, what = place((6,), **WAIT, **{column: 6}).split(": ")
+    assert at == "rank 6, step 11"
+    assert what == "late for the all-gather in optimizer, where rank 2 waits"
+
+
+def test_ranks_that_are_late_together_are_all_named() -> None:
+    assert place((4, 5, 6), **WAIT, late_rank=4).startswith("ranks 4–6, step 11: ")
+
+
+def test_the_late_rank_of_ranks_in_turn_is_that_of_the_row() -> None:
+    # RANK003 lists all ranks that wait.
+    assert place((0, 1, 2), **WAIT, peer_rank=1).startswith("rank 1, step 11: ")
+
+
+def test_a_row_without_a_late_rank_is_where_it_is() -> None:
+    assert place((2,), **WAIT).startswith("rank 2, step 11: all-gather")
+    assert place((2,), rank=2, step=1, unit="10") == "rank 2, step 1: module 10"
+
+
+@pytest.mark.parametrize("name", ["ci/red", "demo-fsdp2", "parallelism/moe-ep2"])
+def test_savings_by_replay_are_shares_of_the_mean_step(name: str) -> None:
+    run = tracekit.load(ROOT / "sample_traces" / name)
+    mean_ns = breakdown.mean_step_ns(run)
+    priced = [found for found in run.check().findings if found.is_priced and found.impact and not found.is_of_training]
+    assert priced
+    for found in priced:
+        assert found.cost_ns / found.impact == pytest.approx(mean_ns, rel=0.005), found.id
