@@ -35,7 +35,9 @@ def test_recorded_faults_are_reported_by_a_rule_that_should_report_them(pairs: l
 
 
 def test_healthy_twins_get_no_warning(pairs: list[labelled_pairs.Pair]) -> None:
+    # True of the twins: FSDP2 on gloo blocks on each collective (8.8% of a step), and a save after every six steps of
+    # 17 ms takes most of the time.
+    costs = {"COMM001 (warning)", "CKPT001 (warning)"}
     for pair in pairs:
         warnings = {finding for finding in pair.twin if not finding.endswith("(info)")}
-        # FSDP2 on gloo blocks on each collective, also in the twin: 8.8% of its step.
-        assert warnings <= ({"COMM001 (warning)"} if "COMM001" in pair.code else set()), pair
+        assert warnings <= {cost for cost in costs if cost.partition(" ")[0] in pair.code}, pair
