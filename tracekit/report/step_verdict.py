@@ -176,8 +176,14 @@ def reasons(compared: Comparison) -> list[Contribution]:
 
 
 def _is_consequence(part: Contribution, compared: Comparison) -> bool:
-    """Return whether communication is more exposed, or less, although it does not take longer: what hid it changed."""
+    """Return whether communication is more exposed, or less, although it does not take longer: what hid it changed.
+
+    Compute and launches that change hide or expose no more of it than they change by.
+    """
     if part.kind != step_parts.COMMUNICATION:
+        return False
+    others = [p for p in compared.contributions if p.kind not in (step_parts.COMMUNICATION, step_parts.WAIT)]
+    if sum(abs(p.change_ns) for p in others if not p.is_rest) < abs(part.change_ns):
         return False
     of_all = [c.difference for c in compared.changes if c.metric == COMMUNICATION_TIME]
     sign = 1 if part.change_ns >= 0 else -1

@@ -132,6 +132,17 @@ def test_the_rank_that_computes_longer_is_the_cause_and_not_the_waiting_of_the_o
     assert abs(wait.change_ns) < 3e6
 
 
+@pytest.mark.parametrize(("compute_ms", "first"), [(20.0, step_parts.COMMUNICATION), (45.0, step_parts.COMPUTE)])
+def test_what_hides_communication_explains_no_more_of_it_than_it_changes_by(compute_ms: float, first: str) -> None:
+    exposed = STEP["communication/all_reduce"] + 40.0
+    before = dict(STEP) | {"communication/all_reduce": exposed, "compute/gemm": STEP["compute/gemm"] + compute_ms}
+    comparison = compared(recording(before, seed=1), recording(STEP, seed=2))
+    # Communication takes as long as before.
+    same = replace(comparison.changes[0], metric=step_verdict.COMMUNICATION_TIME, reference=9e7, candidate=9e7)
+    comparison = replace(comparison, changes=(*comparison.changes, same))
+    assert step_verdict.reasons(comparison)[0].kind == first
+
+
 def test_recordings_without_parts_are_divided_by_their_breakdown() -> None:
     rows = [
         (0, 0, step, metric, value * 1e6)
