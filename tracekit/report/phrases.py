@@ -123,7 +123,7 @@ def place(finding: Finding) -> str:
     """
     rows = finding.evidence.head(1).to_dicts()
     row = {name: value for name, value in (rows[0] if rows else {}).items() if value not in (None, "")}
-    late = next((row[name] for name in LATE_RANK_COLUMNS if name in row), None)
+    late = next((row[name] for name in LATE_RANK_COLUMNS if name in row and "rank" in row), None)
     ranks = (row["rank"],) if "rank" in row else finding.ranks
     if late is not None:
         ranks = finding.ranks if late in finding.ranks and row["rank"] not in finding.ranks else (late,)

@@ -32,6 +32,10 @@ def test_the_late_rank_of_ranks_in_turn_is_that_of_the_row() -> None:
     assert place((0, 1, 2), **WAIT, peer_rank=1).startswith("rank 1, step 11: ")
 
 
+def test_a_late_rank_without_the_one_that_waits_is_a_row_like_others() -> None:
+    assert place((6,), step=11, op="all_gather", late_rank=6) == "rank 6, step 11: all-gather"
+
+
 def test_a_row_without_a_late_rank_is_where_it_is() -> None:
     assert place((2,), **WAIT).startswith("rank 2, step 11: all-gather")
     assert place((2,), rank=2, step=1, unit="10") == "rank 2, step 1: module 10"
