@@ -506,8 +506,8 @@ def stochastic_depth(side: Side) -> list[Any]:
     def loss(step: int, rank: int) -> Tensor:
         x = batch(step, 0, rank)
         for number, layer in enumerate(model.layers):
-            kept = (drawn(step, rank + 10 * number, 3, 1) > -0.5).double()
-            x = x + kept * (layer(x) - x)
+            survives = (drawn(step, rank + 10 * number, 3, 1) > -0.5).double()
+            x = x + survives * (layer(x) - x)
         return x.square().mean()
 
     def with_root(step: int, rank: int) -> Tensor:

@@ -335,8 +335,8 @@ class UnevenRanks(Rule):
         if overloaded_ns > _MOST * quoted_ns:
             return  # EP001
         shares = [units.share(peer_ns / quoted_ns) for peer_ns in latest["dur_ns"].to_list()]
-        endings = [" of the waiting", *[""] * len(shares)]  # said once
-        named = [f"rank {rank} ({share}{ending})" for rank, share, ending in zip(most_late, shares, endings, strict=False)]
+        parts = [f"{shares[0]} of the waiting", *shares[1:]] if shares else []
+        named = [f"rank {rank} ({part})" for rank, part in zip(most_late, parts, strict=True)]
         late_for = f"most for {', '.join(named)}" if named else "for which ranks is within clock error"
         suspects = f"ranks {', '.join(map(str, most_late))}" if len(most_late) > 1 else "single ranks"
         late_steps = means.filter(pl.col("wait_ratio") > self.min_wait_ratio)
