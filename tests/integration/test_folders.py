@@ -344,6 +344,14 @@ def test_ranks_recorded_hours_apart_are_not_one_window(tmp_path):
     assert "5.0 h apart" in " ".join(run.data_quality["message"])
 
 
+def test_all_ranks_of_a_job_are_one_window_although_a_clock_is_hours_off(tmp_path):
+    for rank in (0, 1):
+        write(tmp_path / f"rank{rank}.json", trace(rank, 2, start_us=rank * 5 * HOUR_US))
+    run = load(tmp_path)
+    assert places(run) == [(0, 0), (0, 1)]
+    assert "windows_assumed" not in kinds(run)
+
+
 def test_a_file_that_states_its_base_first_is_of_the_window_of_the_others(tmp_path):
     rank0 = trace(0)  # its rank is known from the beginning, its base only from the end
     write(

@@ -240,6 +240,8 @@ def _windows(listed: list[TraceFile], issues: list[QualityIssue]) -> list[TraceF
         windowed = [replace(t, window=t.info.window or 0) for t in listed]
     elif any(_window_folder(t) is not None for t in listed):
         windowed = [replace(t, window=_window_folder(t) or 0) for t in listed]
+    elif _is_one_recording(listed):
+        windowed = [replace(t, window=0) for t in listed]
     elif (times := _times(listed)) is not None:
         windowed = _by_time(listed, times, issues)
     else:
@@ -254,6 +256,13 @@ def _windows(listed: list[TraceFile], issues: list[QualityIssue]) -> list[TraceF
             message = f"{t.file.path}: left out, a second trace of rank {t.rank} in window {t.window}"
             issues.append(QualityIssue("duplicate_rank", message, t.file.path, t.rank))
     return list(first_of.values())
+
+
+def _is_one_recording(listed: list[TraceFile]) -> bool:
+    """Whether each rank of the size that all headers state has one trace, in one folder: clocks may be hours apart."""
+    sizes = {t.info.world_size for t in listed}
+    ranks = sorted(t.rank for t in listed)
+    return len({t.file.folder for t in listed}) == 1 and sizes == {len(ranks)} and ranks == list(range(len(ranks)))
 
 
 def _window_folder(listed: TraceFile) -> int | None:

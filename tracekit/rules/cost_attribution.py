@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import polars as pl
 
 from tracekit.analysis.parallelism import late_ranks
+from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.replay.graph import representative_ranks, savings
@@ -95,6 +96,25 @@ def attribute_costs(report: Report) -> Report:
         count = f"{len(run.ranks)} of {len(report.run.ranks):,} ranks"
         notes = (*notes, f"potential savings are from replays of {count}: {units.ranges(run.ranks)}")
     return replace(report, findings=sort_findings(findings), notes=notes)
+
+
+def over_mean_step(report: Report) -> Report:
+    """Return the report with the impact of findings that no replay priced as a share of the mean step.
+
+    Rules measure in the step that their message quotes, which may be shorter: a cost a step has one denominator,
+    as replays have it. Findings on saves, windows or memory stay.
+    """
+    mean_ns = breakdown.mean_step_ns(report.run)
+    if not mean_ns:
+        return report
+
+    def of_mean(finding: Finding) -> Finding:
+        is_of_step = not (finding.is_priced or finding.is_of_training or finding.is_of_window)
+        if not is_of_step or not finding.cost_ns or not finding.impact:
+            return finding
+        return replace(finding, impact=min(1.0, finding.cost_ns / mean_ns))
+
+    return replace(report, findings=sort_findings(map(of_mean, report.findings)))
 
 
 def saved_by(report: Report, removals: Sequence[Removal]) -> int:

@@ -122,7 +122,8 @@ def check(
     notes = tuple(f"{', '.join(blind_codes)}: {blind}" for blind, blind_codes in codes.items())
     report = Report(run, sort_findings(limit_findings(run, findings)), notes, inputs, VERSION)
     report = replace(report, rules=tuple(rule.code for rule in selected), blind_spots=blind_spots)
-    graded = cost_attribution.grade_by_cost(cost_attribution.attribute_costs(report))
+    priced = cost_attribution.over_mean_step(cost_attribution.attribute_costs(report))
+    graded = cost_attribution.grade_by_cost(priced)
     graded = unreported_causes.with_unreported(graded, selected)
     wholes = {rule.code: rule.part_of for rule in selected if rule.part_of}
     return name_iterations(replace(graded, findings=tuple(_parts(graded.findings, wholes))))

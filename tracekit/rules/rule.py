@@ -131,9 +131,9 @@ class Finding:
 
     @property
     def cost_in_words(self) -> str:
-        """The cost: "saves 16 ms of 190 ms a step (8.4%)" by replay, else "costs up to 16 ms a step (8.4%)".
+        """The cost and the mean step: "saves 16 ms of 190 ms a step (8.4%)" by replay, else "costs up to 16 ms of …".
 
-        "" without one. The replay's step is the run's mean; a rule's share is of the step that its message quotes.
+        "" without one. The step is the mean; what it includes beside the steps, saves or a first wait, is said.
         """
         if not self.impact:
             return ""
@@ -144,11 +144,14 @@ class Finding:
         if self.is_of_window:
             return f"{verb} {duration} ({share} of {self.time_noun})"
         whole_ns = self.cost_ns / self.impact
-        is_of_mean = self.is_priced and self.impact < 1 and math.isfinite(whole_ns)
-        whole = f" of {units.duration(round(whole_ns))}" if is_of_mean else ""
+        whole = f" of {units.duration(round(whole_ns))}" if self.impact < 1 and math.isfinite(whole_ns) else ""
         period = "an iteration" if self.is_of_iterations else "a step"
-        # The step times that are shown elsewhere are those between saves.
-        return f"{verb} {duration}{whole} {period}{', saves included' if self.is_of_training else ''} ({share})"
+        included = ""
+        if self.is_of_training:  # the step times that are shown elsewhere are those between saves
+            included = ", saves included"
+        elif self.before_steps_ratio:
+            included = ", the wait before the first one included"
+        return f"{verb} {duration}{whole} {period}{included} ({share})"
 
     @property
     def time_noun(self) -> str:

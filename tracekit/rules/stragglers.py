@@ -141,6 +141,8 @@ class Straggler(Rule):
         is_of_window, is_in_parts = worst["step"] is None, "since" not in worst
         ranks = tuple(worst["late_ranks"])
         waits = run.table(stragglers.late_calls).filter(pl.col("late_rank") == worst["late_rank"])
+        if worst["late_rank"] not in ranks:  # the calls name the first of the group, with which this rank is late
+            waits = waits.with_columns(late_rank=pl.lit(ranks[0], waits.schema["late_rank"]))
         in_step = quoted_step.is_of(worst, _STEP)
         wait_tables = [largest_first(waits.filter(rows), "wait_ns", "start_ns") for rows in (in_step, ~in_step)]
         several = len(ranks) > 1

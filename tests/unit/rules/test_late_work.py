@@ -49,6 +49,7 @@ def test_unrelated_late_ranks_are_two_causes() -> None:
     assert set(found) == {(0,), (1,)}
     assert "All kernels of rank 0" in found[0,].claim
     assert "host" in found[1,].claim
+    assert all(finding.evidence["late_rank"].unique().to_list() == list(ranks) for ranks, finding in found.items())
     # Together they save what a replay without both saves: 24% of the step.
     assert sum(finding.impact for finding in found.values()) == pytest.approx(0.24, abs=0.01)
 
