@@ -9,6 +9,7 @@ from tracekit.model import escaping, kernel_names, units
 from tracekit.model.manifest import Manifest
 from tracekit.model.run import Run
 from tracekit.regression.baseline import KnownFinding
+from tracekit.rules import cost_attribution, unreported_causes
 from tracekit.rules.registry import all_rules
 from tracekit.rules.rule import Finding, Report, Severity, cost_order, doubtful_data_issue, has_found_iterations
 from tracekit.sync import alignment
@@ -30,9 +31,14 @@ def headline(findings: Sequence[Finding], cannot_judge: str | None = None) -> st
 
 
 def no_problems(report: Report) -> str:
-    """Return the verdict on a run without findings; if only some rules were selected, with their codes."""
+    """Return the verdict on a run without findings on time; if only some rules were selected, with their codes.
+
+    Where the run can be replayed, that also says that no cause alone is worth a finding, however idle the device is.
+    """
     if not report.rules or len(report.rules) == len(all_rules()):
-        return headline(())
+        is_replayed = cost_attribution.can_be_replayed(report.run)
+        part = f": no single cause takes {unreported_causes.MIN_SAVED_RATIO:.0%} of the time or more"
+        return headline(()) + (part if is_replayed else "")
     return f"{headline(())} by {units.count(len(report.rules), 'selected rule')}: {', '.join(report.rules)}"
 
 
@@ -130,7 +136,9 @@ def place(finding: Finding) -> str:
     steps = (row["step"],) if "step" in row else finding.steps
     noun = "iteration" if finding.is_of_iterations else "step"
     at = [units.numbers("rank", ranks)] if ranks else []
-    at += [units.numbers(noun, steps)] if steps else []
+    if at and isinstance(row.get("stage"), int):  # of a pipeline; those of a save have names
+        at[0] += f" (stage {row['stage']})"
+    at += [units.numbers(f"save at {noun}" if finding.is_of_training else noun, steps)] if steps else []
     called = str(row["op"]).replace("_", "-") if "op" in row else kernel_names.short(str(row.get("name", "")))
     if late is not None:
         called = f"late for the {called or 'collective'}"

@@ -130,8 +130,8 @@ _ISSUER_FIXES = {
         "torch.distributed._coalescing_manager, or torch._foreach_ ops before one all_reduce)."
     ),
     issuers.DTENSOR: (
-        "Each op on a DTensor issues its own{line} (full_tensor(), redistribute()): compute on the local shards and "
-        "reduce once for all parameters, as torch.nn.utils.clip_grad_norm_ does for clipping."
+        "Each op on a DTensor (full_tensor(), redistribute()) issues its own collective{line}: compute on the local "
+        "shards and reduce once for all parameters, as torch.nn.utils.clip_grad_norm_ does for clipping."
     ),
     issuers.OPTIMIZER: (
         "The optimizer issues them for one parameter each{line}: let it communicate in buckets or flat buffers of many "

@@ -37,7 +37,9 @@ _FACTS: tuple[TraceFact, ...] = (
 )
 _LATE = (host_state.PYTHON, host_state.OP, host_state.LAUNCH, host_state.LOCK)
 _ACTIVITIES = {
-    host_state.PYTHON: Advice("in Python or not scheduled", other="outside of recorded calls, or not scheduled"),
+    host_state.PYTHON: Advice(
+        "in Python or waiting for a core", other="outside of recorded calls, or waiting for a core"
+    ),
     host_state.OP: Advice("busy calling PyTorch ops", other="inside recorded ranges"),
     host_state.LAUNCH: Advice("inside kernel launches"),
     host_state.LOCK: Advice("waiting for a lock"),
@@ -126,8 +128,8 @@ class LateLaunch(Rule):
             confidence=0.8 if on_device else 0.6,
             evidence=_evidence(loss, late),
             what_if=None if cold_ns else WhatIf(LATE_LAUNCH),
-            claim=f"The host of rank {loss.row['rank']} launches kernels late: it is {activity}"
-            + _place(loss.rows(late)),
+            claim=f"The host of rank {loss.row['rank']} {'launches kernels' if on_device else 'calls operators'} late: "
+            f"it is {activity}" + _place(loss.rows(late)),
         )
 
     def _recurring(self, run: Run, late: pl.DataFrame) -> pl.DataFrame:

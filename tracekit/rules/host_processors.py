@@ -80,7 +80,7 @@ class OversubscribedHost(Rule):
             share = max(1, int(stated.cores // stated.ranks))
             fix = f"Set OMP_NUM_THREADS={share} (cores divided by ranks), or torch.set_num_threads({share})."
         else:
-            why = "ops compute for longer than their process has CPU time"
+            why = "its ops take longer than the CPU time that their process gets"
             fix = (
                 "Set OMP_NUM_THREADS to the cores divided by the ranks of the host (torchrun sets 1), and see which "
                 "other processes run there. Record again: run.json then states threads and cores."

@@ -19,15 +19,14 @@ _MIN_NAMED = 0.1
 """Kinds below this share of the excess are not mentioned."""
 _MOST = 0.5
 _MAX_NAME = 48
-_CALLS_OPS = "calls PyTorch ops"
-_HOST_DOES = {
-    host_state.SYNCHRONIZE: "waits for the device",
-    host_state.DATA: "waits for data",
-    host_state.ALLOCATOR: "waits for the allocator",
-    host_state.COMPILE: "compiles",
-    host_state.GARBAGE_COLLECTION: "runs Python's garbage collector",
-    host_state.PYTHON: "is in Python or not scheduled",
-    host_state.OP: _CALLS_OPS,
+_HOST_SPENDS_TIME = {
+    host_state.SYNCHRONIZE: "waiting for the device",
+    host_state.DATA: "waiting for data",
+    host_state.ALLOCATOR: "waiting for the allocator",
+    host_state.COMPILE: "compiling",
+    host_state.GARBAGE_COLLECTION: "in Python's garbage collector",
+    host_state.PYTHON: "in Python or waiting for a core",
+    host_state.OP: "calling PyTorch ops",
 }
 
 
@@ -119,8 +118,8 @@ def _most_of(rows: pl.DataFrame, kind_ns: int) -> str:
     if rows["kind"][0] == LATE:
         by = rows.group_by("cause", "detail").agg(pl.col("excess_ns").sum()).sort("excess_ns", "cause", descending=True)
         cause, detail, _ = by.row(0)
-        if cause == gap_causes.HOST and detail in _HOST_DOES:
-            return f" in which the host {_HOST_DOES[detail]}"
+        if cause == gap_causes.HOST and detail in _HOST_SPENDS_TIME:
+            return f" in which the host is {_HOST_SPENDS_TIME[detail]}"
         text = " ".join(name.replace("_", " ") for name in (cause or "unknown", detail) if name)
         return f" ({text})"
     kernel, excess_ns, module = _top(rows)
@@ -158,18 +157,16 @@ def _extra(excess: ExcessTime, rows: pl.DataFrame, subject: Subject) -> tuple[st
     named = rows.filter(pl.col("kernel").eq_missing(kernel))
     is_most = top_ns >= _MOST * excess.kinds[EXTRA]
     count = round(float((named if is_most else rows)["count_change"].sum()) * excess.steps)
-    what = short_name(kernel) if is_most else "kernels"
-    times = units.count(max(1, count), "time") if is_most else ""
+    calls = units.count(max(1, count), "call") + (
+        f" of {short_name(kernel)}{_line_of(rows, kernel)}" if is_most else ""
+    )
     is_new = bool((named if is_most else rows)["is_new"].all())
-    never = f"that {subject.others} never {'runs' if subject.others.startswith('rank ') else 'run'}"
-    runs = subject.verb("runs", "run")
-    if is_most:
-        claim = f"{subject.name} {runs} {what} {times}{_line_of(rows, kernel)} "
-        claim += never if is_new else f"more than {subject.others}"
-    else:
-        claim = f"{subject.name} {runs} {count:,} kernels {never if is_new else f'more than {subject.others}'}"
+    does_not = f"{subject.others} {'does' if subject.others.startswith('rank ') else 'do'} not make"
+    than = f"that {does_not}" if is_new else f"more than {subject.others}"
+    claim = f"{subject.name} {subject.verb('makes', 'make')} {calls} {than}"
+    what = f"calls {short_name(kernel)}" if is_most else "makes these calls (tracekit kernels --by rank)"
     return claim, (
-        f"Find what only {subject.name[0].lower()}{subject.name[1:]} {runs} ({what}), such as an evaluation, metrics, "
+        f"Find what {what} on {subject.name[0].lower()}{subject.name[1:]} only, such as an evaluation, metrics, "
         "logging or a test of the hardware: divide it among the ranks, do it less often, or remove it."
     )
 
@@ -228,9 +225,9 @@ def _late(excess: ExcessTime, rows: pl.DataFrame, subject: Subject) -> tuple[str
     if cause != gap_causes.HOST:
         claim = f"{subject.has} device is idle for longer than {_that_of(subject)}"
         return claim, UNKNOWN.format(ranks=who)
-    does = _HOST_DOES.get(detail)
-    is_launching = does in (None, _CALLS_OPS)
-    claim = f"{subject.has} host launches kernels late" if is_launching else f"{subject.has} host {does} for longer"
+    is_launching = detail == host_state.OP or detail not in _HOST_SPENDS_TIME
+    longer = "launches kernels late" if is_launching else f"spends longer {_HOST_SPENDS_TIME[detail]}"
+    claim = f"{subject.has} host {longer}"
     fixes = {host_state.COMPILE: FIX_COMPILATION, host_state.GARBAGE_COLLECTION: FIX_GARBAGE}
     return claim, fixes.get(detail, "")  # else SLOW_HOST, by what the run is
 
@@ -253,11 +250,11 @@ SLOW_KERNELS = (
 )
 _NODE = "CPU load and frequency, other processes and the binding of CPUs on the node (HOST001, HOST003)."
 SLOW_HOST = Advice(
-    "Check the hosts of {ranks}: what Python does before the launches (garbage collection: gc.freeze(), gc.disable() "
-    f"and gc.collect(1) at one time on all ranks; data loading, logging), {_NODE}",
-    "Check the hosts of {ranks}: what Python does before the launches (tokenization, sampling, scheduling of requests, "
-    f"logging; garbage collection: gc.freeze() once the model is loaded), {_NODE}",
-    f"Check the hosts of {{ranks}}: what the program does before the launches, {_NODE}",
+    "Check the host side of {ranks}: what Python does before the launches (garbage collection: gc.freeze(), "
+    f"gc.disable() and gc.collect(1) at one time on all ranks; data loading, logging), {_NODE}",
+    "Check the host side of {ranks}: what Python does before the launches (tokenization, sampling, scheduling of "
+    f"requests, logging; garbage collection: gc.freeze() once the model is loaded), {_NODE}",
+    f"Check the host side of {{ranks}}: what the program does before the launches, {_NODE}",
 )
 FIX_COMPILATION = (
     "Find the guard that fails (TORCH_LOGS=recompiles), and compile for dynamic shapes (torch.compile(dynamic=True), "

@@ -48,7 +48,7 @@ _HOST_DOES = {
     host_stalls.SYNC: "waits for the device, which is idle",
 }
 _STATE_IS = {
-    host_state.PYTHON: "is in Python or not scheduled",
+    host_state.PYTHON: "is in Python or waits for a core",
     host_state.OP: "is inside an op",
     host_state.LAUNCH: "is inside a runtime call",
     host_state.LOCK: "waits for a lock",

@@ -148,7 +148,7 @@ class Finding:
         period = "an iteration" if self.is_of_iterations else "a step"
         included = ""
         if self.is_of_training:  # the step times that are shown elsewhere are those between saves
-            included = ", saves included"
+            included = ", checkpoints included"
         elif self.before_steps_ratio:
             included = ", the wait before the first one included"
         return f"{verb} {duration}{whole} {period}{included} ({share})"

@@ -358,7 +358,7 @@ class UnevenRanks(Rule):
         excess = late_ranks.excess_time(run, last.select(*_STEP, "rank")) if last.height else None
         others = late_work.names(most_late[:1] if latest_rank is None else [latest_rank], run.ranks)
         if latest_rank is None:
-            subject = Subject("The latest rank", others, tail=f", in turn {', '.join(named) or suspects}")
+            subject = Subject("The last rank", others, tail=f"; by turns {', '.join(named) or suspects} are last")
         else:
             waits = "the others wait" if len(run.ranks) > 2 else f"{others} waits"
             subject = Subject(f"Rank {latest_rank}", others, tail=f", and {waits} for it")
@@ -375,7 +375,7 @@ class UnevenRanks(Rule):
         doubt = ""
         if is_by_chance:
             doubt = f" Half of the waiting is in {units.count(pauses, 'collective')}: single pauses explain it as well."
-        claim = f"Ranks wait for each other in turn, {late_for}"
+        claim = f"Ranks wait for each other by turns, {late_for}"
         what_if = None
         if latest_rank is not None:
             what_if = WhatIf(STRAGGLER, Straggler.min_cost_ratio)
