@@ -51,11 +51,17 @@ def _spelled(name: str | None) -> str:
 
 
 def silent_of_ranks(path: Path) -> str:
-    """Return how many slices of the host in a merged file belong to no rank's trace, without a finding; "" if none."""
+    """Return how many slices of the host in a merged file belong to no rank's trace, without a finding; "" if none.
+
+    Ranks whose events are equal are duplicates where the file is read as one trace: these are left out there, and said.
+    """
     try:
-        in_file = reader.read_counted(str(path), rank=0)[0].ops.height
+        whole = reader.read_counted(str(path), rank=0)[0]
+        in_file = whole.ops.height
         traces = reader.read_merged(str(path)).values()
     except TracekitError:
+        return ""
+    if "duplicate_events" in whole.data_quality["kind"]:
         return ""
     lost = in_file - sum(trace.ops.height for trace in traces)
     is_said = any("rankless_events" in trace.data_quality["kind"] for trace in traces)

@@ -33,6 +33,14 @@ class Failure:
     detail: str
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What was wrong with an input, None if nothing was, and the CPU time that drawing and handling it took."""
+
+    failure: Failure | None
+    cpu_s: float
+
+
 class Worker:
     """A process that handles inputs; started again after one that ended it."""
 
@@ -40,13 +48,13 @@ class Worker:
         self._folder = folder
         self._process: subprocess.Popen[str] | None = None
 
-    def failure(self, kind: str, seed: int) -> Failure | None:
-        """Return what was wrong with an input, None if nothing was."""
+    def outcome(self, kind: str, seed: int, *, way: str = "command") -> Outcome:
+        """What was wrong with an input that is handled in a way of `worker`, and the CPU time that it took."""
         process = self._process or self._started()
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            process.stdin.write(f"{kind} {seed}\n")
+            process.stdin.write(f"{way}\t{kind}\t{seed}\n")
             process.stdin.flush()
         except BrokenPipeError:
             pass
@@ -54,8 +62,12 @@ class Worker:
         if not line:
             code = process.wait()
             self._process = None
-            return Failure(kind, seed, ended(code), (self._folder / "stderr").read_text(errors="replace")[-400:])
-        return judged(json.loads(line))
+            detail = (self._folder / "stderr").read_text(errors="replace")[-400:]
+            return Outcome(Failure(kind, seed, ended(code), detail), CPU_S)
+        result = json.loads(line)
+        if result["is_full"]:
+            self.close()
+        return Outcome(judged(result), result["all_cpu_s"])
 
     def _started(self) -> "subprocess.Popen[str]":
         variables = {**os.environ, "PYTHONPATH": str(ROOT), "POLARS_MAX_THREADS": "1", "OMP_NUM_THREADS": "1"}
@@ -79,6 +91,7 @@ class Worker:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+            self._process = None
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """A process that runs one command after the other and states how each ended. Not a test.
 
-Each input is `KIND SEED` on a line of stdin; each result is a JSON object on a line of stdout. A process that a command
-ends is started again by `runner`.
+Each input is way, kind and seed, divided by tabs, on a line of stdin; each result is a JSON object on a line of stdout.
+A process that a command ends is started again by `runner`.
 """
 
 import json
@@ -15,11 +15,16 @@ from pathlib import Path
 from tests.fuzz import contradictions, inputs, library, specified
 from tests.support import cli_runner
 
+COMMAND, READ = "command", "read"
+"""Ways to handle an input: its command and the library, or the library only, which takes a tenth of the time."""
+_NOTHING_RUN = {"code": None, "raised": "", "stderr": "", "is_json": True, "contradiction": ""}
 _MAX_ERROR = 400
 _DRAW_CPU_S = 60
 """To make an input, which does not count; some are made of large recordings."""
 _QUERIES = 8
 """Of so many inputs one is also queried in SQL, which starts a process."""
+MOST_RESIDENT_BYTES = 3 << 29
+"""Of a process between two inputs; one that has grown more is replaced."""
 
 
 def main() -> None:
@@ -31,11 +36,31 @@ def main() -> None:
     own_bytes = _address_space_bytes()
     resource.setrlimit(resource.RLIMIT_AS, (own_bytes + memory_bytes, resource.RLIM_INFINITY))
     for line in sys.stdin:
-        kind, _, seed = line.strip().rpartition(" ")
         limit_cpu(_DRAW_CPU_S)
+        before_s = _cpu_s()
+        way, kind, seed = line.strip().split("\t")
         drawn = specified.drawn if kind in specified.KINDS else inputs.drawn
-        results.write(json.dumps(run(drawn(kind, int(seed)), limit_s)) + "\n")
+        made = drawn(kind, int(seed))
+        result = run(made, limit_s) if way == COMMAND else read(made, limit_s)
+        result |= {"all_cpu_s": _cpu_s() - before_s, "is_full": _resident_bytes() > MOST_RESIDENT_BYTES}
+        results.write(json.dumps(result) + "\n")
         results.flush()
+
+
+def read(made: inputs.Input, limit_s: int) -> dict[str, object]:
+    """Read an input with the library only, and return what was wrong and what it took."""
+    with tempfile.TemporaryDirectory(prefix="tracekit-fuzz-") as folder:
+        _write(made, folder)
+        before_s, before_bytes = _cpu_s(), _reset_peak()
+        problem = _library(made, folder, limit_s)
+        return {
+            **_NOTHING_RUN,
+            "kind": made.kind,
+            "seed": made.seed,
+            "cpu_s": round(_cpu_s() - before_s, 2),
+            "grown_mib": (_peak_bytes() - before_bytes) >> 20,
+            "library": problem,
+        }
 
 
 def run(made: inputs.Input, limit_s: int) -> dict[str, object]:
@@ -44,12 +69,9 @@ def run(made: inputs.Input, limit_s: int) -> dict[str, object]:
     What is lost without a finding and what the library raises are counted apart from the command's time and memory.
     """
     with tempfile.TemporaryDirectory(prefix="tracekit-fuzz-") as folder:
-        for name, content in made.files.items():
-            path = Path(folder, name)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
+        _write(made, folder)
         command = [part.replace(inputs.FOLDER, folder) for part in made.command]
-        began_s, before_kib = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        began_s, before_bytes = _cpu_s(), _reset_peak()
         limit_cpu(limit_s)
         raised = ""
         try:
@@ -57,7 +79,7 @@ def run(made: inputs.Input, limit_s: int) -> dict[str, object]:
             done = cli_runner.tracekit(*command, stdin=stdin)
         except BaseException as error:  # noqa: BLE001  whatever a command raises is a result
             raised, done = f"{type(error).__name__}: {error}"[:_MAX_ERROR], None
-        ended_s, after_kib = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        ended_s, peak_bytes = _cpu_s(), _peak_bytes()
         is_json = done is None or done.returncode not in (0, 1) or _is_json(done.stdout, made.command)
         is_report = done is not None and done.returncode in (0, 1) and is_json and made.command[0] == "check"
         return {
@@ -69,9 +91,16 @@ def run(made: inputs.Input, limit_s: int) -> dict[str, object]:
             "is_json": is_json,
             "contradiction": contradictions.of_report(json.loads(done.stdout)) if done and is_report else "",
             "cpu_s": round(ended_s - began_s, 2),
-            "grown_mib": (after_kib - before_kib) // 1024,
+            "grown_mib": (peak_bytes - before_bytes) >> 20,
             "library": _library(made, folder, limit_s),
         }
+
+
+def _write(made: inputs.Input, folder: str) -> None:
+    for name, content in made.files.items():
+        path = Path(folder, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
 
 
 def limit_cpu(limit_s: int) -> None:
@@ -104,9 +133,30 @@ def _refuse(constant: str) -> None:
     raise ValueError(constant)
 
 
+def _cpu_s() -> float:
+    """CPU time of this process and of its children that have ended."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
+
+
+def _reset_peak() -> int:
+    """Resident bytes, from which the peak is measured again."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    return _resident_bytes()
+
+
+def _peak_bytes() -> int:
+    """Largest resident size since `_reset_peak`."""
+    status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    return int(status.partition("VmHWM:")[2].split()[0]) << 10
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
+
+
 def _address_space_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    return pages * resource.getpagesize()
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
 
 
 if __name__ == "__main__":

@@ -252,6 +252,17 @@ def test_a_huge_extended_header_is_not_read_to_memory(tmp_path):
         tracekit.load(path)
 
 
+def test_a_member_whose_header_states_more_than_there_is_ends_the_archive_at_once(tmp_path):
+    with tarfile.open(tmp_path / "run.tar", "w", format=tarfile.PAX_FORMAT) as archive:
+        archive.add(RUN, "run")
+        member = tarfile.TarInfo("run/notes")
+        member.pax_headers = {"size": "9" * 30}
+        archive.addfile(member)
+    run = tracekit.load(tmp_path / "run.tar", cache=False)
+    assert run.ranks == tracekit.load(RUN).ranks
+    assert "ends early" in " ".join(run.data_quality["message"])
+
+
 def test_a_later_member_replaces_an_earlier_one_of_its_name(tmp_path):
     path = tar_with(tmp_path / "run.tar", member("rank0.json.gz", b"old"), member("rank0.json.gz", TRACE))
     assert tracekit.load(path, cache=False).trace(0).activities.height > 0

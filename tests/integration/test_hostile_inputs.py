@@ -515,23 +515,23 @@ def worker():
 
 def test_slices_of_a_perfetto_trace_may_lack_their_names(worker):
     made = inputs.drawn("Perfetto trace", 2028114548)  # its interned names are damaged
-    assert worker.failure(made.kind, made.seed) is None
+    assert worker.outcome(made.kind, made.seed).failure is None
 
 
 def test_inputs_with_fixed_seeds_are_handled(worker):
-    failed = [worker.failure(kind, seed) for kind in (*inputs.KINDS, *specified.KINDS) for seed in range(SHARE)]
+    failed = [worker.outcome(kind, seed).failure for kind in (*inputs.KINDS, *specified.KINDS) for seed in range(SHARE)]
     assert [failure for failure in failed if failure] == []
 
 
 @pytest.mark.parametrize(("kind", "seed"), [("specified packets", 156), ("specified packets", 316)])
 def test_clocks_whose_difference_is_no_64_bit_integer_are_handled(worker, kind, seed):
-    assert worker.failure(kind, seed) is None
+    assert worker.outcome(kind, seed).failure is None
 
 
 def test_the_fuzzer_finds_what_is_not_handled(worker, monkeypatch):
     """GIVEN a limit that no command keeps, WHEN an input is run, THEN it is a failure: the fuzzer can fail."""
     monkeypatch.setattr(runner, "MAX_GROWTH_MIB", -1)
-    failure = worker.failure("manifest", 1)
+    failure = worker.outcome("manifest", 1).failure
     assert failure is not None
     assert failure.reason == "more than -1 MiB"
 

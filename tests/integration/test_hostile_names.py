@@ -4,7 +4,9 @@ import csv
 import gzip
 import io
 import json
+import random
 import re
+import string
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -14,6 +16,7 @@ import pytest
 from prometheus_client import parser
 from prometheus_client.openmetrics import parser as openmetrics_parser
 
+import tracekit as tracekit_library
 from tests.support.cli_runner import ROOT, tracekit
 
 HOSTILE = (
@@ -25,6 +28,9 @@ HOSTILE = (
 )  # fmt: skip
 BEGINS_WITH_HOSTILE = ("kernel", "python_function", "gpu_memcpy")
 """Of these, nothing is known by how the name begins."""
+READABLE = tuple(text for text in HOSTILE if text.isprintable())
+LONG = "".join(random.Random(47).choices(string.ascii_letters, k=1 << 20))
+"""Ends the name of one operator of each rank."""
 NAMED_ARGUMENTS = ("Collective name", "Process Group Description", "kernel_file", "kernel_backend")
 COMMANDS = {
     "check": ("text", "json", "markdown", "html", "github", "sarif", "junit", "codequality"),
@@ -53,6 +59,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
             trace = json.loads(gzip.decompress(file.read_bytes()))
             for event in trace["traceEvents"]:
                 _spoil(event, written)
+            next(event for event in trace["traceEvents"] if event.get("cat") == "cpu_op")["name"] += LONG
             (folder / file.name).write_bytes(gzip.compress(json.dumps(trace).encode()))
         elif file.name.endswith(".metrics.jsonl"):
             rows = (json.loads(line) for line in file.read_text(encoding="utf-8").splitlines())
@@ -104,23 +111,91 @@ def test_metrics_are_read_back_as_many_as_they_are(form: str, run: Path, tmp_pat
     text = (tmp_path / "out").read_text(encoding="utf-8")
     assert not UNSEEN.search(text)
     if form == "otlp":
-        documents = [json.loads(line) for line in text.splitlines()]
-        metrics = documents[0]["resourceMetrics"][0]["scopeMetrics"][0]["metrics"]
-        assert len(metrics) >= len(HOSTILE)
+        service = pytest.importorskip("opentelemetry.proto.collector.metrics.v1.metrics_service_pb2")
+        json_format = pytest.importorskip("google.protobuf.json_format")
+        for line in text.splitlines():
+            (of_rank,) = json_format.Parse(line, service.ExportMetricsServiceRequest()).resource_metrics
+            metrics = {metric.name for metric in of_rank.scope_metrics[0].metrics}
+            assert {f"tracekit.{name}" for name in READABLE} <= metrics
     else:
         parse = parser if form == "prometheus" else openmetrics_parser
         assert len(list(parse.text_string_to_metric_families(text))) >= len(HOSTILE)
+
+
+def test_tensorboard_reads_each_metric_back(run: Path, tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    done = tracekit("export", run, "--format", "tensorboard", "--out", tmp_path / "boards")
+    assert done.returncode == 0, done.stderr
+    boards = sorted((tmp_path / "boards").iterdir())
+    assert [board.name for board in boards] == ["rank00000", "rank00001"]
+    for board in boards:
+        events = accumulator.EventAccumulator(str(board))
+        events.Reload()
+        names = set(events.Tags()["scalars"])
+        assert set(READABLE) <= names
+        assert not [name for name in names if UNSEEN.search(name)]
+
+
+def test_a_perfetto_export_has_each_name_whole(run: Path, tmp_path: Path) -> None:
+    schema = pytest.importorskip("perfetto.protos.perfetto.trace.perfetto_trace_pb2")
+    done = tracekit("export", run, "--out", tmp_path / "out.pftrace")
+    assert done.returncode == 0, done.stderr
+    trace = schema.Trace.FromString((tmp_path / "out.pftrace").read_bytes())
+    names = {entry.name for packet in trace.packet for entry in packet.interned_data.event_names}
+    for text in (*READABLE, LONG):
+        assert any(text in name for name in names), text[:50]
+
+
+def test_folded_stacks_are_a_line_each_and_split_at_their_own_frames_only(run: Path, tmp_path: Path) -> None:
+    for suffix in ("folded", "speedscope.json"):
+        done = tracekit("kernels", run, "--of", "host", "--by", "stack", "--out", tmp_path / f"out.{suffix}")
+        assert done.returncode == 0, done.stderr
+    profile = json.loads((tmp_path / "out.speedscope.json").read_text(encoding="utf-8"))
+    frames = [frame["name"] for frame in profile["shared"]["frames"]]
+    text = (tmp_path / "out.folded").read_text(encoding="utf-8")
+    assert not UNSEEN.search(text)
+    lines = text.splitlines()
+    assert len(lines) == len(profile["profiles"][0]["samples"])
+    assert all(line.rpartition(" ")[2].isdecimal() for line in lines)
+    depths = sorted(line.rpartition(" ")[0].count(";") + 1 for line in lines)
+    assert depths == sorted(map(len, profile["profiles"][0]["samples"]))
+    assert any(LONG in name for name in frames)
+
+
+@pytest.fixture(scope="module")
+def answers(run: Path) -> dict[str, object]:
+    loaded = tracekit_library.load(run, cache=False)
+    report = loaded.check()
+    return {
+        "run": loaded,
+        "report": report,
+        "finding": report.findings[0],
+        "tables": loaded.tables,
+        "what if": loaded.what_if(),
+        "timeline": loaded.timeline(),
+    }
+
+
+@pytest.mark.parametrize("name", ["run", "report", "finding", "tables", "what if", "timeline"])
+def test_a_notebook_shows_names_as_text(name: str, answers: dict[str, object]) -> None:
+    html = answers[name]._repr_html_()
+    assert not UNSEEN.search(html)
+    frames = [attributes for tag, attributes in _Tags.of(html) if tag == "iframe"]
+    assert [frame["sandbox"] for frame in frames] == ["allow-scripts"] * (name == "timeline")
+    for page in [frame["srcdoc"] for frame in frames] or [html]:
+        _read_html(page)
 
 
 def test_each_name_is_in_the_rows_of_a_query(run: Path) -> None:
     names = json.loads(tracekit("query", run, "select distinct name from ops", "--format", "json").stdout)
     texts = [row["name"] for row in names]
     # Lone surrogates are no text: they are read as '�'.
-    for text in (text for text in HOSTILE if text.isprintable()):
-        assert any(text in name for name in texts), text
+    for text in (*READABLE, LONG):
+        assert any(text in name for name in texts), text[:50]
 
 
 def _read_csv(text: str) -> None:
+    csv.field_size_limit(1 << 24)  # names of a MiB
     rows = list(csv.reader(io.StringIO(text)))
     assert len({len(row) for row in rows}) == 1
     assert not [cell for row in rows for cell in row if re.match(r"[=@\t\r]|[+-](?!\d)", cell)]

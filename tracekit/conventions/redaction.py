@@ -19,14 +19,15 @@ REDACTED = "[redacted]"
 # Names ---------------------------------------------------------------------------------------------------------------
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _SECRET_WORDS = frozenset((
-    "auth", "authorization", "bearer", "cookie", "cookies", "cred", "credential", "credentials", "creds", "dsn",
-    "htpasswd", "jwt", "key", "keys", "netrc", "oauth", "otp", "pass", "passcode", "passphrase", "passwd",
-    "password", "passwords", "pat", "psw", "pswd", "pw", "pwd", "sas", "secret", "secrets", "sig", "signature",
-    "token", "webhook",
+    "auth", "authorization", "bearer", "cookie", "cookies", "cred", "credential", "credentials", "creds",
+    "dockerconfigjson", "dsn", "htpasswd", "jwt", "key", "keys", "motdepasse", "netrc", "oauth", "otp", "pass",
+    "passcode", "passkey", "passphrase", "passwd", "password", "passwords", "passwort", "pat", "psw", "pswd", "pw",
+    "pwd", "pwhash", "sas", "secret", "secrets", "sessionid", "sig", "signature", "token", "webhook", "xsrf",
 ))  # fmt: skip
 _SECRET_ENDINGS = (
     "token", "password", "passwd", "passphrase", "pass", "pwd", "secret", "secrets", "credential", "credentials",
     "apikey", "accesskey", "authkey", "secretkey", "privatekey", "encryptionkey", "signingkey", "cookie", "webhook",
+    "bindpw", "rootpw",
 )  # fmt: skip
 _WORDS_IN_PASS = frozenset(["bypass", "compass", "encompass", "overpass", "surpass", "trespass", "underpass"])
 # Words that have another meaning in training: a number under them, or a type, is no secret.
@@ -69,14 +70,16 @@ _FORMS = re.compile(
         (
             # Tokens that begin with the name of who issued them.
             r"(?<![A-Za-z0-9])(?:hf|npm|gh[pousr]|glsa|glc|shp(?:at|ss|ca|pa)|api_org|gsk|r8|fw|nfp|pnu|rdme|ntn|sgp|phc|phx|"
-            r"figd|ops|secret|whsec|sntry[su]|rubygems|lin_api|CLOJARS|EZ[AT]K|[rsp]k_(?:live|test|prod)|key_live)_"
+            r"figd|ops|secret|whsec|sbp|rpa|KGAT|bkua|aph0|sntry[su]|rubygems|lin_api|CLOJARS|EZ[AT]K|[rsp]k_(?:live|test|prod)|key_live)_"
             r"(?=[A-Za-z0-9]*\d)[A-Za-z0-9]{16,}[\w=+/-]*",
             r"(?<![A-Za-z0-9])(?:github_pat|dckr_[po]at|d[oopr]{2}_v1|pscale_(?:tkn|pw|oauth)|lsv2_(?:pt|sk)|tgp_v1|jina|"
-            r"wandb_v1|duffel_(?:test|live)|FLWSECK(?:_TEST)?)_(?=\w*\d)[\w-]{16,}",
+            r"wandb_v1|pcsk|CCIPAT|duffel_(?:test|live)|FLWSECK(?:_TEST)?)_(?=\w*\d)[\w-]{16,}",
             r"(?<![A-Za-z0-9])(?:gl(?:pat|dt|rt|cbt|ptt|ft|soat|imt|agent|oas)|sk|pypi|xox[a-z]|xapp|nvapi|PMAK|NRAK|"
             r"NRJS|xai|csk|pplx|pul|tskey|fio-u|shippo_(?:live|test)|xkeysib|xsmtpsib|sq0[ci]\w\w|GOCSPX|AGE-SECRET-KEY|"
-            r"A3|v1\.0|R8|p8e|LTAI|key|SK|CFPAT|cio|ATATT3|sl)-(?=[\w.-]{16})(?=[\w.-]*\d)[\w.-]+",
-            r"(?<![A-Za-z0-9])(?:AIza[\w-]{30,}|ya29\.[\w-]{20,}|1//0[\w-]{30,}|ATATT3[\w=-]{60,}|LTAI[A-Za-z0-9]{16,}|"
+            r"A3|FLWSECK(?:_TEST)?|v1\.0|R8|p8e|LTAI|key|SK|CFPAT|cio|ATATT3|sl)-(?=[\w.-]{16})(?=[\w.-]*\d)[\w.-]+",
+            r"(?<![A-Za-z0-9])(?:secret_lambda_[0-9a-f]{32}\.\w{20,}|[A-Za-z0-9]{14}\.atlasv1\.[\w=-]{60,}|sl\.[Bu][\w-]{100,}|"
+            r"dp\.(?:pt|st|ct|sa|scim|audit)\.[A-Za-z0-9.]{40,}|snyk_[us]at\.[0-9a-f]{8}\.[\w-]{40,}|mfa\.[\w-]{80,}|"
+            r"pat[A-Za-z0-9]{14}\.[0-9a-f]{64}|\d/\d{16}(?:/\d{16})?:[0-9a-f]{32}|AIza[\w-]{30,}|ya29\.[\w-]{20,}|1//0[\w-]{30,}|ATATT3[\w=-]{60,}|LTAI[A-Za-z0-9]{16,}|"
             r"AKC[a-zA-Z0-9]{40,}|cmVmd[A-Za-z0-9]{50,}|dapi[0-9a-f]{32}|EAA[A-Za-z0-9]{60,}|4b1d[A-Za-z0-9]{38}|"
             r"key-[0-9a-f]{32}|dt0[a-z]\d\d\.[A-Z0-9]{20,}\.[A-Z0-9]{20,}|SG\.[\w-]{16,}\.[\w-]{16,}|hv[sbr]\.[\w-]{20,}|"
             r"[0-9a-z]{32}-us\d{1,2}|(?:AC|SK)[0-9a-f]{32}|\d{8,10}:[\w-]{35}|T3BlbkFJ[\w-]{20,}|GR1348941[\w-]{20,})"
@@ -91,7 +94,8 @@ _FORMS = re.compile(
             r"(?<=AccountKey=)[\w+/=-]+|(?<=SharedAccessKey=)[\w+/=-]+|(?<=SharedAccessSignature=)[^\s\"';]+",
             # Addresses that whoever has them can write to: webhooks and bots.
             r"(?<=://)[\w.-]*(?:hooks?|webhooks?)\.[\w.-]+/[^\s\"'<>]+",
-            r"(?<=://)[^\s\"'<>/]+/[^\s\"'<>]*(?:web_?hooks?|/hooks?/|/services/|incoming-?hook|/bot/)[^\s\"'<>]*",
+            r"(?<=://)(?:hc-ping\.com|events\.pagerduty\.com)/[^\s\"'<>]+",
+            r"(?<=://)[^\s\"'<>/]+(?=/)[^\s\"'<>]*(?:web_?hooks?|/hooks?/|/services/|incoming-?hook|/bot/)[^\s\"'<>]*",
             r"(?<=/bot)\d+:[\w-]+",
         )
     ),
@@ -101,7 +105,7 @@ _FORMS = re.compile(
 _URL_LOGIN = re.compile(r"(?<=://)(?:[^\s/@:\"'<>]*:[^\s\"'<>]*|[^\s/@:\"'<>]+)(?=@[\w\[<])")
 _BARE_LOGIN = re.compile(r"(?<![\w./:@<-])[\w.+-]+:([^\s:@/\"'<>]{3,})(?=@(?!sha\d)[\w.-]+)")
 _ASSIGNMENT = re.compile(
-    r"(?P<name>[A-Za-z_$][\w.$-]*(?:\[\w*\])?)[\]\\\"'`]*(?P<sign>\s*(?::=|=>|==?|(?<!:):(?!:))\s*)(?P<rest>.)",
+    r"(?P<name>[A-Za-z_$][\w.$-]*(?:\[\w*\])?)[\]\\\"'`]*(?P<sign>\s*(?::=|=>|==?|%3[Dd]|(?<!:):(?!:))\s*)(?=(?P<rest>.))",
     re.DOTALL,
 )
 _QUOTED = re.compile(r"(\\*[\"'`])((?:(?!\1).|(?<=\\)\1)*)(?<!\\)\1", re.DOTALL)
@@ -112,8 +116,28 @@ _LINE = re.compile(r"[^\r\n\0\"'`]+")
 _REST_OF_LINE = re.compile(r"[^\r\n\0]+")
 _FLAG_IN_TEXT = re.compile(r"(?<![\w-])(?P<name>--?[A-Za-z][\w.-]*)\s+(?P<rest>[^\s-])")
 _LOGIN_COMMAND = re.compile(
-    r"\blogin\s+(?:--\w[\w-]*\s+)*([A-Za-z0-9_-]{20,})|\bidentified\s+by\s+(?:'|\")([^'\"]+)|sshpass\s+-p\s*(\S+)", re.I
+    "|".join(
+        (
+            r"\blogin\s+(?:--\w[\w-]*\s+)*([A-Za-z0-9_-]{20,})",
+            r"\bidentified\s+by\s+(?:'|\")([^'\"]+)",
+            r"sshpass\s+-p\s*(\S+)",
+            r"\b(?:docker|podman|nerdctl|skopeo|crane|registry|az|oc)\s+login\b[^|;&\r\n]{0,200}?\s-p[\s=]+([^\s|;&]+)",
+            r"\bmysql(?:dump|admin)?\b[^|;&\r\n]{0,200}?\s-p([^\s|;&]+)",
+            r"\bzip\s(?:[^|;&\r\n]{0,200}?\s)?-P\s+([^\s|;&]+)",
+            r"\bredis-cli\b[^|;&\r\n]{0,200}?\s-a\s+([^\s|;&]+)",
+            r"\bmachine\s+\S{1,200}\s+login\s+\S{1,200}\s+password\s+(\S+)",
+            r"\bjdbc:oracle:\w+:[^/\s]{1,200}/([^@\s]+)@",
+            r"\bdigest\s[^\r\n]{0,500}?\bresponse=\\?\"([^\"\\]+)",
+            r"\b(?:password|passphrase|passcode)\s+is\s+(?=\S*\d)(\S+)",
+        )
+    ),
+    re.IGNORECASE,
 )
+_SHELL_VARIABLE = re.compile(r"\b(?:setenv|set\s+-\w+)\s+(?P<name>\w+)\s+(?P<rest>\S)")
+_ATTRIBUTE = re.compile(
+    r"""<[^<>]{0,200}?\b(?:key|name|type|id)=\\?["']([\w.:-]+)\\?["'][^<>]{0,200}?\bvalue=\\?["']([^"'<>\\]+)"""
+)
+_CALL = re.compile(r"[A-Za-z_][\w.]{0,99}\(\s*(?=\\*[\"'])")
 _ELEMENT = re.compile(r"<([\w:.-]+)[^<>]*>([^<>]+)</")
 _TYPES = re.compile(
     r"(?:none|null|nil|true|false|nan|\.\.\.|\*+|x{3,}|lambda\b.*|self\b.*|(?:const|unsigned|long|int|float|double|bool|char|"
@@ -386,13 +410,15 @@ def _spans(text: str) -> Iterator[tuple[int, int]]:
         yield from (match.span() for match in pattern.finditer(text))
     for pattern in (_BARE_LOGIN, _LOGIN_COMMAND):
         yield from (match.span(match.lastindex or 0) for match in pattern.finditer(text))
-    yield from (match.span(2) for match in _ELEMENT.finditer(text) if kind_of_name(match[1]) in (SECRET, AMBIGUOUS))
+    for pattern in (_ELEMENT, _ATTRIBUTE):
+        yield from (match.span(2) for match in pattern.finditer(text) if kind_of_name(match[1]) in (SECRET, AMBIGUOUS))
     yield from (match.span() for match in _RUN.finditer(text) if is_random(match[0]))
     yield from _assigned(text)
-    for flag in _FLAG_IN_TEXT.finditer(text):
-        kind = kind_of_name(flag["name"])
-        if kind is not None:
-            yield from _value_span(text, flag.start("rest"), kind, whole_line=False)
+    for pattern in (_FLAG_IN_TEXT, _SHELL_VARIABLE):
+        for named in pattern.finditer(text):
+            kind = kind_of_name(named["name"])
+            if kind is not None:
+                yield from _value_span(text, named.start("rest"), kind, whole_line=False)
 
 
 def _assigned(text: str) -> Iterator[tuple[int, int]]:
@@ -412,8 +438,9 @@ def _assigned(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _value_span(text: str, pos: int, kind: str, *, whole_line: bool) -> Iterator[tuple[int, int]]:
-    """Start and end of the value at a place: in quotes, to the end of the line, or one word."""
-    quoted = _QUOTED.match(text, pos)
+    """Start and end of the value at a place: in quotes (also in a call), to the end of the line, or one word."""
+    call = _CALL.match(text, pos)
+    quoted = _QUOTED.match(text, pos if call is None else call.end())
     if quoted is not None:
         start, end = quoted.span(2)
     else:

@@ -32,6 +32,8 @@ from tracekit.model import units
 SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.zst", ".zip")
 _SPARE_DISK_BYTES = 256 << 20
 _MAX_MEMBERS = 200_000
+_MAX_READS_AT_END = 16
+"""tarfile skips a member by reads of 10 KiB, also past the end, which a size of 10^30 in a header would never reach."""
 _MAX_EXTENDED_HEADER_BYTES = 1 << 20
 _MAX_NAME_BYTES = 255
 _COPY_BYTES = 16 << 10  # of a truncated member, what is read before its last block is usable
@@ -253,6 +255,7 @@ class _Stream(io.RawIOBase):
 
     def __init__(self, blocks: Iterator[bytes]) -> None:
         self._blocks, self._block = blocks, memoryview(b"")
+        self._reads_at_end = 0
 
     def readable(self) -> bool:
         return True
@@ -260,6 +263,10 @@ class _Stream(io.RawIOBase):
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         if not self._block:
             self._block = memoryview(next(self._blocks, b""))
+        if not self._block:
+            self._reads_at_end += 1
+            if self._reads_at_end > _MAX_READS_AT_END:
+                raise tarfile.ReadError("unexpected end of data")
         count = min(len(buffer), len(self._block))
         buffer[:count] = self._block[:count]
         self._block = self._block[count:]

@@ -44,11 +44,13 @@ def _brackets(text: str | bytes) -> int:
 
 def is_deep(value: Any) -> bool:
     """Whether a parsed value is nested more than `MAX_DEPTH` levels deep."""
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        inside = (node.values() if isinstance(node, dict) else node for node in level if isinstance(node, dict | list))
-        level = [child for children in inside for child in children]
-    return any(isinstance(node, dict | list) for node in level)
+    level = [value] if isinstance(value, dict | list) else []
+    depth = 1
+    while level and depth <= MAX_DEPTH:
+        inside = (node.values() if isinstance(node, dict) else node for node in level)
+        level = [child for children in inside for child in children if isinstance(child, dict | list)]
+        depth += 1
+    return bool(level)
 
 
 def replace_surrogates(value: Any) -> Any:

@@ -5,7 +5,6 @@ Versions only add keys: a reader may ignore keys that it does not know.
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -18,6 +17,7 @@ from tracekit.analysis.quality import contents
 from tracekit.analysis.time import breakdown
 from tracekit.conventions import regular_files
 from tracekit.errors import InputError
+from tracekit.ingest import untrusted_json
 from tracekit.model import escaping
 from tracekit.model.manifest import Manifest
 from tracekit.model.run import Run
@@ -166,10 +166,10 @@ def read(path: Path) -> RunSamples:
 def read_reports(path: Path) -> tuple[Mapping[str, Any], ...]:
     """Return the reports that a file holds, one or several. Raises InputError if it holds none."""
     try:
-        document = json.loads(regular_files.read_bytes(path))
+        document = untrusted_json.parse(regular_files.read_bytes(path))
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise InputError(f"{path}: is not valid JSON: {error}") from None
     several = isinstance(document, dict) and document.get("schema") == SEVERAL_SCHEMA
     reports = document.get("reports") if several else [document]

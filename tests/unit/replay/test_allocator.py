@@ -452,3 +452,5 @@ def test_the_settings_of_a_snapshot_are_those_of_the_recorded_process():
     assert Settings.of_snapshot(recorded) == expected
     assert Settings.of_snapshot({"PYTORCH_CUDA_ALLOC_CONF": "a_setting_of_tomorrow:7"}) == Settings()
     assert Settings.of_snapshot({"max_split_size": -1}) == Settings.of_snapshot({}) == Settings()
+    for impossible in (10**400, -1, 1.5, float("nan"), float("inf"), "0.5"):
+        assert Settings.of_snapshot({"garbage_collection_threshold": impossible}) == Settings()

@@ -150,6 +150,7 @@ def test_one_report_among_several_compares_too(tmp_path: Path) -> None:
     [
         ("{", "is not valid JSON"),
         ("[]", "is not a report of schema"),
+        ('{"schema": "tracekit.report/2", "samples": ' + "[" * 3000 + "]" * 3000 + "}", "is not valid JSON"),
         ('{"schema": "tracekit.report/3"}', "is not a report of schema"),
         ('{"schema": "tracekit.report/2"}', "is not a complete report"),
         ('{"schema": "tracekit.report/2", "run": {"name": "a"}, "samples": [{"rank": 0}]}', "is not a complete report"),

@@ -82,7 +82,7 @@ class Settings:
             written,
             expandable=recorded.get("expandable_segments") is True,
             max_split_bytes=split if isinstance(split, int) and split > 0 else UNLIMITED,
-            gc_threshold=float(collect) if isinstance(collect, int | float) else 0.0,
+            gc_threshold=collect if isinstance(collect, int | float) and 0 < collect < 1 else 0.0,
             roundup_divisions=_of_snapshot(divisions) if isinstance(divisions, dict) else (0,) * INTERVALS,
         )
 

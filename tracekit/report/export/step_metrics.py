@@ -152,7 +152,8 @@ def write_tensorboard(samples: pl.DataFrame, out: Path) -> None:
         writer = EventFileWriter(str(out / f"rank{rank:05}"))
         for (step,), of_step in rank_samples.group_by("step", maintain_order=True):
             values = [
-                Summary.Value(tag=name, simple_value=value) for name, value in of_step["name", "value"].iter_rows()
+                Summary.Value(tag=escaping.inert(name, len(name)), simple_value=value)
+                for name, value in of_step["name", "value"].iter_rows()
             ]
             wall_time_s = (of_step["at_ns"][0] or 0) / 1e9
             writer.add_event(Event(wall_time=wall_time_s, step=step, summary=Summary(value=values)))
