@@ -3,6 +3,7 @@
 A replay that does not reproduce the recording (`is_reproduced`) prices nothing.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,9 @@ from tracekit.errors import InputError
 from tracekit.model.run import Run
 from tracekit.plan import hardware, models
 from tracekit.rules import cost_attribution, engine, stated_savings, unreported_causes
+from tracekit.rules.collective_batching import SmallCollectives
 from tracekit.rules.communication import ExposedCommunication
-from tracekit.rules.rule import Report, Severity
+from tracekit.rules.rule import Report, Rule, Severity
 from tracekit.simulate.faults import FAULTS
 from tracekit.simulate.job import FSDP2, HSDP, YAFSDP, Job, laid_out
 
@@ -125,3 +127,34 @@ def test_what_ends_with_the_cause_of_a_warning_is_its_consequence() -> None:
 def test_only_rules_that_run_report_causes() -> None:
     run = tracekit.load(ROOT / "sample_traces/ci/green")
     assert {finding.code for finding in engine.check(run, [ExposedCommunication()]).findings} == {"COMM001"}
+
+
+@dataclass(frozen=True)
+class LenientBatching(SmallCollectives):
+    """A rule whose thresholds a loss that is spread over the run does not reach."""
+
+    min_lost_ratio: float = 1.0
+
+
+@dataclass(frozen=True)
+class LenientExposure(ExposedCommunication):
+    """The same for a cause of which a part always remains."""
+
+    max_exposed_ratio: float = 1.0
+
+
+@pytest.mark.parametrize(
+    ("rule", "is_warning"),
+    [
+        (LenientBatching(), True),
+        (SmallCollectives(min_lost_ratio=1.0), False),  # by the user's choice
+        (LenientExposure(), False),
+    ],
+    ids=["a fix saves it", "the user set the threshold", "an ideal"],
+)
+def test_severity_follows_the_price_where_a_fix_saves_it(rule: Rule, is_warning: bool, tmp_path: Path) -> None:
+    report = engine.check(simulated("small-collectives", tmp_path), [rule])
+    (finding,) = (finding for finding in report.findings if finding.is_priced)
+    assert finding.subject == unreported_causes.SUBJECT
+    assert cost_attribution.grade(finding.impact, finding.confidence) > Severity.INFO
+    assert (finding.severity > Severity.INFO) == is_warning

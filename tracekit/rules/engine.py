@@ -124,7 +124,8 @@ def check(
     report = replace(report, rules=tuple(rule.code for rule in selected), blind_spots=blind_spots)
     priced = cost_attribution.over_mean_step(cost_attribution.attribute_costs(report))
     graded = cost_attribution.grade_by_cost(priced)
-    graded = unreported_causes.with_unreported(graded, selected)
+    unreported = limit_findings(run, unreported_causes.findings(graded, selected))
+    graded = replace(graded, findings=sort_findings([*graded.findings, *unreported]))
     wholes = {rule.code: rule.part_of for rule in selected if rule.part_of}
     return name_iterations(replace(graded, findings=tuple(_parts(graded.findings, wholes))))
 

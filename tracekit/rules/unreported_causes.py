@@ -3,7 +3,6 @@
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 
 import polars as pl
 
@@ -12,7 +11,7 @@ from tracekit.replay.graph import causes, savings, what_if
 from tracekit.replay.graph.causes.cause import Cause
 from tracekit.replay.graph.causes.stalls import Removal
 from tracekit.rules import cost_attribution
-from tracekit.rules.rule import Finding, Report, Rule, Severity, WhatIf, cost_order, sort_findings, warnings
+from tracekit.rules.rule import Finding, Report, Rule, Severity, WhatIf, cost_order, warnings
 
 MIN_SAVED_RATIO = 0.03
 """Share of the step from which a cause is reported: the cost from which a finding with good confidence warns."""
@@ -24,18 +23,19 @@ _EVIDENCE_ROWS = 40
 _HOW_TO_FIX = re.compile(r"^How to fix: (.*?)(?:\n\n|\Z)", re.DOTALL | re.MULTILINE)
 
 
-def with_unreported(report: Report, rules: Iterable[Rule]) -> Report:
-    """Return the report with information on each cause that saves 3% of the step by replay, and has no finding yet.
+def findings(report: Report, rules: Iterable[Rule]) -> Iterator[Finding]:
+    """Yield a finding on each cause that saves 3% of the step by replay, and has none in the report.
 
-    The rules of these causes ran, but a threshold of theirs is not met, or the time is spread over many places. Where
-    most of the saving ends without the causes of warnings, the finding is a consequence of that which ends most of it.
+    The rules of these causes ran, but a threshold of theirs is not met, or the time is spread over many places. A cause
+    that a fix removes in full is graded by cost and confidence like all others. Information is an ideal, an answer with
+    a caveat, and a cause whose rule has thresholds that the user set. Where most of the saving ends without the causes
+    of warnings, the finding is information and a consequence of that which ends most of it.
     """
-    fixes = {rule.code: _fix(rule) for rule in rules if rule.code not in report.blind_spots}
-    unreported = [cause for cause in causes.run_causes() if cause.code() in fixes and not _names(report, cause)]
-    if not unreported or not cost_attribution.can_be_replayed(report.run):
-        return report
-    findings = [finding for cause in unreported for finding in _findings(report, cause, fixes[cause.code()])]
-    return replace(report, findings=sort_findings([*report.findings, *findings]))
+    judging = {rule.code: rule for rule in rules if rule.code not in report.blind_spots}
+    unreported = [cause for cause in causes.run_causes() if cause.code() in judging and not _names(report, cause)]
+    if unreported and cost_attribution.can_be_replayed(report.run):
+        for cause in unreported:
+            yield from _findings(report, cause, judging[cause.code()])
 
 
 def _names(report: Report, cause: Cause) -> bool:
@@ -46,7 +46,7 @@ def _names(report: Report, cause: Cause) -> bool:
     )
 
 
-def _findings(report: Report, cause: Cause, fix: str) -> Iterator[Finding]:
+def _findings(report: Report, cause: Cause, rule: Rule) -> Iterator[Finding]:
     alone = savings.saving(report.run, cause.name)
     if alone.saved_ratio < MIN_SAVED_RATIO:
         return
@@ -66,12 +66,14 @@ def _findings(report: Report, cause: Cause, fix: str) -> Iterator[Finding]:
         codes = " and ".join(dict.fromkeys(finding.code for finding in sources))
         message += f" {units.share(1 - remaining_ns / alone.saved_ns)} of that ends with {codes}."
     saved = alone.steps.filter(pl.col("saved_ns") > 0).sort("saved_ns", "rank", "step", descending=[True, False, False])
+    impact = min(1.0, remaining_ns / max(alone.step_ns, 1))
+    is_judged = cause.is_attainable and source is None and not alone.caveat and rule == type(rule)()
     yield Finding(
         cause.code(),
-        Severity.INFO,
+        cost_attribution.grade(impact, alone.confidence) if is_judged else Severity.INFO,
         message + (f" The answer is limited: {alone.caveat}." if alone.caveat else ""),
-        fix,
-        impact=min(1.0, remaining_ns / max(alone.step_ns, 1)),
+        _fix(rule),
+        impact=impact,
         cost_ns=remaining_ns,
         confidence=alone.confidence,
         evidence=saved.head(_EVIDENCE_ROWS).select("window", "rank", "step", "duration_ns", "saved_ns"),

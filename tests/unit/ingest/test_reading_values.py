@@ -1,9 +1,11 @@
 """Times to the nanosecond, and values of every kind that traces hold where a number or name is expected."""
 
 import gc
+import gzip
 import json
 import random
 from decimal import Decimal
+from pathlib import Path
 
 import polars as pl
 import pytest
@@ -355,3 +357,21 @@ def test_a_trace_releases_the_events_that_it_was_built_from(tmp_path):
 def _events_in_memory():
     gc.collect()
     return sum(type(each) is event_tables.Events for each in gc.get_objects())
+
+
+@pytest.mark.parametrize(
+    ("category", "is_left_out"), [("user_annotation", True), ("cpu_op", True), ("cuda_runtime", False)]
+)
+def test_a_kind_on_another_clock_is_left_out_and_reported(tmp_path, category, is_left_out):
+    sample = Path(__file__).parents[3] / "sample_traces/gpu/cuda-graphs/rank00000.pt.trace.json.gz"
+    document = json.loads(gzip.decompress(sample.read_bytes()))
+    for slice_ in document["traceEvents"]:
+        if slice_.get("cat") == category:
+            slice_["ts"] += 1_000_000.0  # a second, fifty times the recording
+    path = tmp_path / "rank0.json"
+    path.write_text(json.dumps(document))
+    shifted, whole = (reader.read(str(file), rank=0) for file in (path, sample))
+    assert ("bad_times" in kinds(shifted)) == is_left_out
+    assert "bad_times" not in kinds(whole)
+    assert shifted.activities["start_ns"].equals(whole.activities["start_ns"])
+    assert (shifted.ops.height < whole.ops.height) == is_left_out

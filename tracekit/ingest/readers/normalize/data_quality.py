@@ -100,6 +100,7 @@ def _odd(events: Events, odd: OddValues) -> Iterator[Row]:
     reasons = {
         "have no usable time": odd.bad_times,
         "lie far before or after all others": odd.distant,
+        "are of a kind of which all lie before or after the rest": odd.shifted,
         "contradict the order in which their stream was given work": odd.out_of_order,
     }
     if count := sum(reasons.values()):

@@ -35,6 +35,8 @@ class OddValues:
     """Events whose time or duration is no number, or negative."""
     distant: int = 0
     """Events far before or after all others."""
+    shifted: int = 0
+    """Events of kinds that lie wholly before or after all other events."""
     out_of_order: int = 0
     """Device activities at a time that contradicts the order in which their stream was given work."""
     overlong: list[Overlong] = field(default_factory=list)

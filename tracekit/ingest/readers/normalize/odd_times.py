@@ -32,6 +32,8 @@ _MOST_DISORDER_RATIO = 0.25
 """Share of launched work from which on calls have the numbers of other work."""
 _MOST_CROSSING_RATIO = 0.1
 """Slices of threads nest; of slices with scaled or random times a third do not."""
+_SHIFTED_KINDS = {"cpu_op", "annotation", "python"}
+"""Kinds of host slices that run throughout a recording."""
 _WORK = len(HOST_KINDS)
 """Number of a kind for all of the device's activities."""
 
@@ -67,6 +69,29 @@ def without_distant(slices: Slices, odd: OddValues) -> Slices:
         return slices
     odd.distant += int(far.sum())
     return slices.without(far[:hosts], far[hosts:])
+
+
+def without_shifted_kinds(slices: Slices, odd: OddValues) -> Slices:
+    """Leave out a kind of host slices that lies wholly before or after everything else: its clock differs.
+
+    The pause between both is longer than either, which no program makes for one kind alone. Calls stay, since their
+    work shows the difference of clocks; so do ops where no device was recorded, since they are the work.
+    """
+    kind = np.concatenate([slices.host["kind"].to_numpy(), np.full(slices.device.height, _WORK)])
+    begin_ns, end_ns = slices.start_ns, slices.start_ns + slices.dur_ns
+    is_shifted = np.zeros(len(kind), bool)
+    for name in _SHIFTED_KINDS if slices.device.height else _SHIFTED_KINDS - {"cpu_op"}:
+        is_of_kind = kind == KIND[name]
+        if is_of_kind.sum() < LEAST_CROSSINGS or is_of_kind.all():
+            continue
+        (first_ns, last_ns), (others_first_ns, others_last_ns) = (
+            (int(begin_ns[flags].min()), int(end_ns[flags].max())) for flags in (is_of_kind, ~is_of_kind)
+        )
+        pause_ns = max(first_ns - others_last_ns, others_first_ns - last_ns)
+        if pause_ns > max(last_ns - first_ns, others_last_ns - others_first_ns):
+            is_shifted |= is_of_kind
+    odd.shifted += int(is_shifted.sum())
+    return slices.without(is_shifted[: slices.host.height], is_shifted[slices.host.height :])
 
 
 def in_launch_order(slices: Slices, odd: OddValues) -> Slices:

@@ -16,6 +16,7 @@ def without_odd_values(slices: Slices, names: pl.Series, odd: OddValues) -> Slic
     """Return the slices without odd ones, which are counted in `odd`."""
     slices = _without_repeated(slices, odd)
     slices = odd_times.without_distant(slices, odd)
+    slices = odd_times.without_shifted_kinds(slices, odd)
     slices = odd_durations.without_absurd(slices, names, odd)
     slices = odd_durations.without_crossing_calls(slices, names, odd)
     slices = odd_times.in_launch_order(slices, odd)

@@ -67,6 +67,9 @@ class Cause:
     confidence: float = 0.9
     """Confidence of an answer if waits are known and the replay reproduces the recording, 0 to 1."""
     pricing: Pricing = Pricing.INDEPENDENT
+    is_attainable: bool = False
+    """Whether a fix saves what the replay saves: it removes exactly these nodes, and no guess or comparison with the
+    fastest chose them. False for ideals, such as transfers in no time, of which a part always remains."""
     idle_part: str = ""
     """The part of the idle time of late ranks (`late_ranks.PARTS`) that it explains."""
     is_before_window: bool = False

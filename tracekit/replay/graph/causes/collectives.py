@@ -123,6 +123,7 @@ SMALL_COLLECTIVES = Cause(
     loss="small collectives",
     codes=("COMM002",), kind=Kind.COMMUNICATION, transform=bucket_collectives, place=30,
     confidence=0.7, is_transfer_time=True,
+    is_attainable=True,
     summary="collectives that follow each other, or that one call or larger units could replace, are merged",
     basis="latency of the group's collectives, from this run's time against size",
 )  # fmt: skip

@@ -123,6 +123,7 @@ SLOW_ARITHMETIC = Cause(
     loss="slow elementwise ops",
     codes=("COMP006",), kind=Kind.COMPUTE,
     transform=partial(without_avoidable_time, cause=avoidable_time.SLOW_ARITHMETIC), place=10, confidence=0.8,
+    is_attainable=True,
     summary="elementwise ops of a CPU run are as fast as others of their size",
     basis="ops that take five times as long in every call as others of the same element type and size",
 )  # fmt: skip
@@ -143,6 +144,7 @@ SMALL_OPS = Cause(
     loss="hundreds of small ops",
     codes=("COMP008",), kind=Kind.COMPUTE,
     transform=partial(without_avoidable_time, cause=avoidable_time.SMALL_OP), place=10, confidence=0.8,
+    is_attainable=True,
     summary="one op replaces hundreds of small ones",
     basis="ops of a CPU run on less than 64 KiB, called with the same shapes 200 times in a step or more",
 )  # fmt: skip
@@ -153,6 +155,7 @@ ANOMALY_CHECKS = Cause(
     loss="checks of anomaly mode",
     codes=("COMP009",), kind=Kind.COMPUTE,
     transform=partial(without_avoidable_time, cause=avoidable_time.ANOMALY_CHECK), place=10, confidence=0.8,
+    is_attainable=True,
     summary="autograd looks for no NaN in gradients (anomaly mode)",
     basis="ops of a CPU run that autograd calls for that after each node of backward, and stacks that forward records",
 )  # fmt: skip
@@ -163,6 +166,7 @@ DETERMINISTIC_FILLS = Cause(
     loss="fills of deterministic mode",
     codes=("COMP010",), kind=Kind.COMPUTE,
     transform=partial(without_avoidable_time, cause=avoidable_time.DETERMINISTIC_FILL), place=10, confidence=0.9,
+    is_attainable=True,
     summary="new tensors are not overwritten first (deterministic mode)",
     basis="aten::fill_ within ops that allocate tensors",
 )  # fmt: skip
@@ -179,6 +183,7 @@ MICRO_BATCH_REDUCTIONS = Cause(
     name="micro-batch-reductions",
     loss="reductions in every micro-batch",
     codes=("COMM003",), kind=Kind.COMMUNICATION, transform=reduce_once_per_step,
+    is_attainable=True,
     summary="gradients are reduced once per step",
     basis="all but the last reduction of each unit in a step, with their preparation",
 )  # fmt: skip
