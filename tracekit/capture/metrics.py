@@ -11,7 +11,7 @@ from typing import TextIO
 import torch
 
 from tracekit import conventions
-from tracekit.conventions import regular_files
+from tracekit.conventions import log_parts, regular_files
 
 _MOST_PENDING = 64
 
@@ -56,19 +56,22 @@ Number = float | int | None | Callable[[], float] | Pending
 class MetricsLog:
     """A rank's metrics file. It gets its final name when closed; until then the name ends in ``.partial``.
 
-    Lines reach the file about once a second.
+    Lines reach the file about once a second. A file of `part_bytes` becomes a closed part of the log, with a number.
 
-    Lines of steps before `first_step` in an existing file stay: the training was resumed.
+    Lines of steps before `first_step` in existing files stay: the training was resumed.
     """
 
-    def __init__(self, path: Path, *, first_step: int = 0) -> None:
+    def __init__(self, path: Path, *, first_step: int = 0, part_bytes: int = log_parts.PART_BYTES) -> None:
         self._path = path
         self._partial = path.with_name(path.name + conventions.PARTIAL_SUFFIX)
-        lines = regular_files.read_text(path).splitlines(keepends=True) if first_step and path.exists() else []
-        earlier = [line for line in lines if json.loads(line)["step"] < first_step]
+        self._part_bytes = part_bytes
+        earlier, replaced = _earlier_lines(path, first_step)
         self._file: TextIO = self._partial.open("w", encoding="utf-8")
         self._file.writelines(earlier)
         self._file.flush()
+        for part in replaced:
+            part.unlink()
+        self._closed_count = len(log_parts.closed_parts(path.name, lambda name: path.with_name(name).exists()))
         self._pending: deque[Mapping[str, Number]] = deque()
         self._collected: list[dict[str, float | None]] = []
         self._written_s = time.monotonic()
@@ -109,6 +112,40 @@ class MetricsLog:
         self._file.write("".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows))
         self._file.flush()
         self._written_s = time.monotonic()
+        if self._file.tell() >= self._part_bytes:
+            self._close_part()
+
+    def _close_part(self) -> None:
+        self._file.close()
+        self._closed_count += 1
+        self._partial.replace(self._path.with_name(log_parts.part_name(self._path.name, self._closed_count)))
+        self._file = self._partial.open("w", encoding="utf-8")
+
+
+def _earlier_lines(path: Path, first_step: int) -> tuple[list[str], list[Path]]:
+    """Lines of steps before `first_step` in the last files of a log, and the closed parts that they replace.
+
+    Closed parts before these stay as they are: each of their steps is earlier.
+    """
+    files = [path.with_name(name) for name in log_parts.files(path.name, lambda name: path.with_name(name).exists())]
+    lines: list[str] = []
+    replaced: list[Path] = []
+    for file in reversed(files):
+        is_closed_part = file.name.removesuffix(conventions.PARTIAL_SUFFIX) != path.name
+        rows = [(_step(line), line) for line in regular_files.read_text(file).splitlines(keepends=True)]
+        if is_closed_part and all(step < first_step for step, _ in rows):
+            break
+        lines = [line for step, line in rows if 0 <= step < first_step] + lines
+        replaced += [file] if is_closed_part else []
+    return lines, replaced
+
+
+def _step(line: str) -> int:
+    """Step of a line of the log; -1 of one that was not written to its end."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return -1
 
 
 def allocator_counters() -> dict[str, int]:

@@ -17,7 +17,11 @@ from tracekit import conventions
 MAX_FILES = 20_000
 """More files have no states: to check all of them would take as long as reading a trace."""
 _MAX_DEPTH = 5
-_LOGS = (conventions.CHECKPOINT_LOG_SUFFIX, conventions.METRICS_SUFFIX)
+_LOGS = (
+    conventions.CHECKPOINT_LOG_SUFFIX,
+    conventions.METRICS_SUFFIX,
+    conventions.METRICS_SUFFIX + conventions.PARTIAL_SUFFIX,
+)
 
 
 @dataclass(frozen=True)

@@ -362,7 +362,8 @@ def _remote(file: RemoteFile) -> File:
 
 def is_read_by_tracekit(name: str) -> bool:
     """Return whether some reader reads files with this name: a trace, a manifest, a log or a snapshot."""
-    return name.lower().endswith(tuple(suffix for reader in readers.available() for suffix in reader.suffixes))
+    suffixes = tuple(suffix for reader in readers.available() for suffix in reader.suffixes)
+    return name.lower().removesuffix(conventions.PARTIAL_SUFFIX).endswith(suffixes)
 
 
 def _may_be_trace(name: str) -> bool:

@@ -86,11 +86,12 @@ def load(
 def with_companions(trace: Trace, path: str, companions: Sequence[Companion] = ()) -> Trace:
     """A trace with the tables of its companion files: logs next to `path` or one folder above, and `companions`."""
     folder = Path(path).parent
-    logs = [
-        Companion(reader, str(log), TraceInfo())
-        for name, reader in readers.companions(trace.rank).items()
-        if (log := next((p for p in (folder / name, folder.parent / name) if p.is_file()), None)) is not None
-    ]
+
+    def place(name: str) -> Path | None:
+        return next((p for p in (folder / name, folder.parent / name) if p.is_file()), None)
+
+    names = readers.companions(trace.rank, lambda name: place(name) is not None)
+    logs = [Companion(reader, str(place(name)), TraceInfo()) for name, reader in names.items()]
     tables: dict[str, list[pl.DataFrame]] = {}
     for companion in (*logs, *companions):
         try:
@@ -130,7 +131,9 @@ def _source(t: TraceFile, scan: RunFiles, *, cache: bool) -> Source:
         read = partial(_read, t.reader, t.file.path, info, t.rank, t.window)
         source = Source(t.rank, t.window, t.file.path, t.file.size_bytes, read, companions=paths)
     else:
-        logs = scan.folders.companions(t.file.remote, readers.companions(t.rank))
+        file, folders = t.file.remote, scan.folders
+        names = readers.companions(t.rank, lambda name: folders.companion(file, name) is not None)
+        logs = tuple(log for name in names if (log := folders.companion(file, name)) is not None)
         companions = [c.file.remote for c in t.companions if c.file.remote is not None]
         snapshot = conventions.rank_file(t.rank, conventions.MEMORY_SNAPSHOT_SUFFIX)
         origin = RemoteTrace(t.file.remote, (*logs, *companions), cache, scan.folders.file(t.file.folder, snapshot))

@@ -1,7 +1,7 @@
 """The files behind a URL: a single file, a glob, or a folder with its subfolders, and the files next to them."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,14 +70,9 @@ class Folders:
         """Return the names of the files known in the folder at a URL."""
         return list(self._known.get(folder.rstrip("/"), {}))
 
-    def companions(self, file: RemoteFile, names: Iterable[str]) -> tuple[RemoteFile, ...]:
-        """Return the files with these names in the folder of `file` or, of those that are not there, the one above."""
-        companions = []
-        for name in names:
-            companion = self.file(file.folder, name) or self._find_above(file.folder, name)
-            if companion is not None:
-                companions.append(companion)
-        return tuple(companions)
+    def companion(self, file: RemoteFile, name: str) -> RemoteFile | None:
+        """Return the file with this name in the folder of `file` or, if it is not there, in the one above."""
+        return self.file(file.folder, name) or self._find_above(file.folder, name)
 
     def file(self, folder: str, name: str) -> RemoteFile | None:
         """Return the file with this name in the folder at a URL; None if there is none. Raises InputError."""

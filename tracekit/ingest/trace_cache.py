@@ -155,8 +155,9 @@ def _local_state(source: Source) -> object:
     if trace is None:
         return None
     folder = Path(source.path).parent
-    names = readers.companions(source.rank)
-    return [trace, [_state(place / name) for place in (folder, folder.parent) for name in names]]
+    places = (folder, folder.parent)
+    names = readers.companions(source.rank, lambda name: any((place / name).is_file() for place in places))
+    return [trace, [[name, *(_state(place / name) for place in places)] for name in names]]
 
 
 def _state(path: Path) -> tuple[int, int, str] | None:

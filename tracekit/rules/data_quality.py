@@ -86,6 +86,9 @@ _KINDS = {
     ),
     "bad_manifest": _Kind(_WARNING, "Write run.json again, or remove it: the traces alone are enough."),
     "bad_log": _Kind(_WARNING, "Check the lines in the evidence: their metrics or checkpoint stages are missing."),
+    "growing_log": _Kind(
+        _INFO, "If the training has ended, look in its output and the system's log for what killed this rank."
+    ),
     "bad_companion": _Kind(
         _WARNING, "Record the named file again, or remove it: the profiler's trace was judged without the rest of it."
     ),

@@ -1,8 +1,8 @@
-"""Optimizers of shards: element-wise ones step them as plain tensors, others are told from them by what they do.
+"""Optimizers of shards: element-wise ones step them as plain tensors. A trial shows which optimizers are element-wise.
 
-A trial steps a matrix, and two others, as on two ranks, a part of it each. An element-wise optimizer (SGD, Adam and
-their kin) makes the same of both. One that differs is refused. One that cannot be tried steps shards as what they are:
-tensors of the whole shape, whose functions compute over all ranks or raise.
+The trial steps a matrix, and its two parts, as on two ranks. An element-wise optimizer (SGD, Adam and similar ones)
+makes the same of both. One that differs is refused. One that cannot be tried steps shards as what they are: tensors of
+the whole shape, whose functions compute over all ranks or raise.
 """
 
 import functools
@@ -30,11 +30,12 @@ _ROWS, _COLUMNS = 72, 64
 _TRIALS = (
     ("unlike", 1.0, 30),
     ("alike", 1.0, 30),
-    *((kind, scale, 6) for scale in (1e-4, 1.0, 1e4) for kind in ("unlike", "alike", "orthogonal")),
+    ("orthogonal", 1.0, 6),
+    *((gradient_kind, scale, 6) for scale in (1e-4, 1e4) for gradient_kind in ("unlike", "alike", "orthogonal")),
 )
-"""Which gradients, times what, in how many steps. What an optimizer does to large gradients, such as clipping by their
-norm, it may not do to small ones; rates that it estimates grow while gradients are alike, and projections work on those
-that are orthogonal to weights; some precondition from the 25th step on."""
+"""Kind of gradients, their scale, number of steps. What an optimizer does to large gradients, such as clipping by
+their norm, it may not do to small ones; rates that it estimates grow while gradients are alike, and projections work on
+those that are orthogonal to weights; some precondition from the 25th step on."""
 _COUPLING_STEPS = 20
 _LEAST_RATE = 0.1
 _WITHOUT_TENSORS = ("instrumented_trainers", "tracekit")
@@ -198,16 +199,16 @@ def _differs_on_parts(kind: type[Optimizer], options: dict[str, Any]) -> bool | 
         return True  # some begin to precondition after many steps
     matrix = _matrix()
     cut = matrix.numel() // 3 + 8  # as two ranks have it, and no multiple of a block
-    with _as_usual():
-        for which, scale, steps in _TRIALS:
-            gradients = _gradients(which, matrix, scale, steps)
+    with _without_plain_tensors():
+        for gradient_kind, scale, steps in _TRIALS:
+            gradients = _gradients(gradient_kind, matrix, scale, steps)
             try:
                 (expected,) = _train(kind, options, [matrix], [gradients])
             except Exception:  # noqa: BLE001 -- an optimizer of any make, made from its options alone
                 return None
             try:
                 parts = [
-                    _train(kind, options, [matrix.flatten()[part]], [[one.flatten()[part] for one in gradients]])[0]
+                    _train(kind, options, [matrix.flatten()[part]], [[g.flatten()[part] for g in gradients]])[0]
                     for part in (slice(cut), slice(cut, None))
                 ]
             except Exception:  # noqa: BLE001 -- such as torch.optim.Muon's, which takes matrices only
@@ -223,26 +224,29 @@ def couples_parameters(kind: Callable[..., Optimizer], options: dict[str, Any]) 
     As where it clips by the norm of all, or estimates a rate from all (Prodigy). False where it cannot be tried.
     """
     matrix = _matrix()
-    others = [matrix, matrix.flip(0) * 3]
-    with _as_usual():
-        for which, scale in (("unlike", 1.0), ("alike", 1.0), ("alike", 1e4)):
+    matrices = [matrix, matrix.flip(0) * 3]
+    with _without_plain_tensors():
+        for gradient_kind, scale in (("unlike", 1.0), ("alike", 1.0), ("alike", 1e4)):
             gradients = [
-                _gradients(which, other, scale * (1 + 2 * number), _COUPLING_STEPS, seed=1 + number)
-                for number, other in enumerate(others)
+                _gradients(gradient_kind, value, scale * (1 + 2 * number), _COUPLING_STEPS, seed=1 + number)
+                for number, value in enumerate(matrices)
             ]
             try:
-                together = _train(kind, options, others, gradients)
-                alone = [_train(kind, options, [value], [own])[0] for value, own in zip(others, gradients, strict=True)]
+                joint_results = _train(kind, options, matrices, gradients)
+                single_results = [
+                    _train(kind, options, [value], [value_gradients])[0]
+                    for value, value_gradients in zip(matrices, gradients, strict=True)
+                ]
             except Exception:  # noqa: BLE001 -- an optimizer of any make
                 return False
-            if not all(map(_are_alike, together, alone)):
+            if not all(map(_are_alike, joint_results, single_results)):
                 return True
     return False
 
 
 @contextmanager
-def _as_usual() -> Iterator[None]:
-    """Context of a trial: within a step on plain tensors, too, torch does what it usually does."""
+def _without_plain_tensors() -> Iterator[None]:
+    """Context of a trial: functions of torch do what they usually do, and random numbers continue as before it."""
     with torch._C._EnableTorchFunction(), torch.random.fork_rng(devices=[]):
         yield
 
@@ -251,13 +255,13 @@ def _matrix() -> Tensor:
     return torch.randn(_ROWS, _COLUMNS, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-def _gradients(which: str, matrix: Tensor, scale: float, steps: int, seed: int = 1) -> list[Tensor]:
+def _gradients(gradient_kind: str, matrix: Tensor, scale: float, steps: int, seed: int = 1) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     unlike = list(torch.randn(steps, *matrix.shape, generator=generator, dtype=matrix.dtype) * scale)
-    if which == "unlike":
+    if gradient_kind == "unlike":
         return unlike
     first = unlike[0]
-    if which == "orthogonal":
+    if gradient_kind == "orthogonal":
         first = first - matrix * ((first * matrix).sum(1, keepdim=True) / matrix.square().sum(1, keepdim=True))
     return [first] * steps
 
@@ -271,10 +275,10 @@ def _train(
 ) -> list[Tensor]:
     """Return the values after a step on each of their gradients."""
     parameters = [nn.Parameter(value.clone()) for value in values]
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed would seed the devices' generators, too, for good
     optimizer = kind(parameters, **options)
-    for of_step in zip(*gradients, strict=True):
-        for parameter, gradient in zip(parameters, of_step, strict=True):
+    for step_gradients in zip(*gradients, strict=True):
+        for parameter, gradient in zip(parameters, step_gradients, strict=True):
             parameter.grad = gradient.clone()
         optimizer.step(*((lambda: 0.0),) if _needs_closure(type(optimizer)) else ())
     return [parameter.detach() for parameter in parameters]

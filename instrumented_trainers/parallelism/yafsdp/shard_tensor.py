@@ -443,12 +443,13 @@ def _norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None) -
 
 
 def _local_norms(shards: Sequence[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:
-    if all(shard.numel() for shard in shards):
-        return list(torch._foreach_norm(list(shards), order, dtype))
+    """Norm of this rank's elements of each shard: of many it has none, as each rank has whole parameters of a unit."""
+    parts = [shard for shard in shards if shard.numel()]
+    norms = iter(torch._foreach_norm(parts, order, dtype) if parts else ())
     # Of no elements torch knows no maximum.
-    empty = math.inf if order == -math.inf else 0.0
+    empty = torch.full((), math.inf if order == -math.inf else 0.0, dtype=dtype, device=shards[0].device)
     return [
-        torch.linalg.vector_norm(shard, order, dtype=dtype) if shard.numel() else shard.sum(dtype=dtype) + empty
+        next(norms) if shard.numel() else shard.sum(dtype=dtype) + empty if shard.requires_grad else empty
         for shard in shards
     ]
 

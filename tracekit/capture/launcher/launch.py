@@ -1,7 +1,6 @@
 """Run a command so that each of its Python processes records itself; nothing else about it changes."""
 
 import contextlib
-import ctypes
 import dataclasses
 import json
 import os
@@ -20,6 +19,7 @@ from tracekit import conventions
 from tracekit.capture import notices
 from tracekit.capture.launch_settings import Settings
 from tracekit.capture.launcher import exit_report
+from tracekit.capture.launcher.group_signals import GroupSignals, end_with_parent
 from tracekit.conventions import object_storage, regular_files
 
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
@@ -35,7 +35,6 @@ _WATCHED = {
     signal.SIGWINCH,
 }
 _POLL_EVERY_S = 1.0
-_PR_SET_PDEATHSIG = 1
 _NCCL_PREFIX = "nccl_trace_rank_"
 _EXIT = "exit"
 
@@ -164,15 +163,19 @@ def _run(
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
     try:
         child = subprocess.Popen(command, env=environment, preexec_fn=lambda: _as_if_alone(before))  # noqa: S603
-        while child.poll() is None:
-            signal_info = signal.sigtimedwait(_WATCHED, _POLL_EVERY_S)
-            if signal_info is None or signal_info.si_signo == signal.SIGCHLD:
-                continue
-            if signal_info.si_signo == on_signal:
-                request_window()
-            elif signal_info.si_code <= 0:  # from a process; signals from the terminal reach the command directly
-                with contextlib.suppress(ProcessLookupError):
-                    child.send_signal(signal_info.si_signo)
+        with contextlib.closing(GroupSignals()) as group_signals:
+            while child.poll() is None:
+                signal_info = signal.sigtimedwait(_WATCHED, _POLL_EVERY_S)
+                if signal_info is None or signal_info.si_signo == signal.SIGCHLD:
+                    continue
+                is_from_process = signal_info.si_code <= 0
+                # Signals to the process group, such as those of a terminal, reach the command directly.
+                is_for_group = not is_from_process or group_signals.take(signal_info.si_signo)
+                if signal_info.si_signo == on_signal:
+                    request_window()
+                elif not is_for_group:
+                    with contextlib.suppress(ProcessLookupError):
+                        child.send_signal(signal_info.si_signo)
         return int(child.returncode)
     finally:
         while signal.sigtimedwait(_WATCHED, 0):
@@ -183,8 +186,7 @@ def _run(
 def _as_if_alone(mask: "set[int | signal.Signals]") -> None:
     """Give the new process our original signal mask, and make it die with us."""
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
 
 
 def _has_hung(folder: Path) -> bool:

@@ -13,6 +13,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 import typer
 
+from tracekit import conventions
 from tracekit.cli import output
 from tracekit.cli.options import RunOptions, SelectedWork, expand_options
 from tracekit.conventions import object_storage, python_child, regular_files
@@ -64,9 +65,9 @@ class LatestMetrics:
         from tracekit.cli.watch.rank_log import LogTail
         from tracekit.report.export import step_metrics
 
-        for rank, path in step_metrics.logs(self._folder).items():
-            complete_path = path.with_name(path.name.removesuffix(".partial"))
-            tail = self._tails.setdefault(rank, LogTail(complete_path, first_bytes=_FIRST_BYTES))
+        for rank in step_metrics.logs(self._folder):
+            path = self._folder / conventions.rank_file(rank, conventions.METRICS_SUFFIX)
+            tail = self._tails.setdefault(rank, LogTail(path, first_bytes=_FIRST_BYTES))
             rows = tail.read()
             while tail.is_behind:
                 rows += tail.read()

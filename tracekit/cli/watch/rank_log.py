@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from tracekit import conventions
-from tracekit.conventions import device_metrics, regular_files
+from tracekit.conventions import device_metrics, log_parts, regular_files
 from tracekit.ingest import untrusted_json
 
 CHUNK_BYTES = 1 << 20
@@ -20,13 +20,15 @@ _COMPARED_BYTES = 64
 class LogTail:
     """The position in a log. While the log grows, its file name ends in ``.partial``.
 
-    Reading continues after the file is renamed or copied. If its earlier bytes changed or it got shorter, it is read
-    from the start and `starts` increases. Of a file larger than `first_bytes`, only that many bytes at its end are read
-    first.
+    Reading continues after the file is renamed or copied, and in the next file after it became a closed part of the
+    log. If its earlier bytes changed or it got shorter, it is read from the start and `starts` increases. Of a log
+    larger than `first_bytes`, only about that many bytes at its end are read first.
     """
 
     def __init__(self, path: Path, *, first_bytes: int) -> None:
-        self._paths = (path.with_name(path.name + conventions.PARTIAL_SUFFIX), path)
+        self._path = path
+        self._part = 1
+        """The number that the file being read has as a closed part of the log."""
         self._first_bytes = first_bytes
         self._position = 0
         self._last_bytes = b""  # the bytes before the position
@@ -44,7 +46,9 @@ class LogTail:
 
     def read(self) -> list[dict[str, Any]]:
         """Return the objects that were added since the last call, from at most CHUNK_BYTES."""
-        for path in self._paths:
+        number = self._part
+        closed_part = self._path.with_name(log_parts.part_name(self._path.name, number))
+        for path in (closed_part, self._path.with_name(self._path.name + conventions.PARTIAL_SUFFIX), self._path):
             try:
                 status = path.stat()
                 mark = (path, status.st_ino, status.st_size, status.st_mtime_ns)
@@ -53,17 +57,24 @@ class LogTail:
                 if not stat.S_ISREG(status.st_mode):  # reading a pipe may block
                     continue
                 with regular_files.open_to_read(path) as file:
-                    self.is_closed = path == self._paths[-1]
-                    rows = self._read_new(file, status.st_size)
+                    self.is_closed = path == self._path
+                    rows = self._read_new(file)
             except OSError:
                 continue
             self._last_stat, self.changed_s = mark, status.st_mtime
+            if path == closed_part and number == self._part and not self.is_behind:
+                self._part, self._position, self._last_bytes, self.is_behind = number + 1, 0, b"", True
             return rows
+        self.is_behind = False
         return []
 
-    def _read_new(self, file: BinaryIO, size_bytes: int) -> list[dict[str, Any]]:
+    def _read_new(self, file: BinaryIO) -> list[dict[str, Any]]:
         if not self.starts or not self._is_continued(file):
-            self._start(size_bytes)
+            number = self._part
+            self._start()
+            if self._part != number:  # of another file, which the next call reads
+                self.is_behind = True
+                return []
         file.seek(self._position)
         data = file.read(CHUNK_BYTES)
         self.is_behind = len(data) == CHUNK_BYTES
@@ -81,14 +92,26 @@ class LogTail:
         return self._objects(lines)
 
     def _is_continued(self, file: BinaryIO) -> bool:
+        name = self._path.name
+        if self._part > 1 and not self._path.with_name(log_parts.part_name(name, self._part - 1)).is_file():
+            return False
         file.seek(self._position - len(self._last_bytes))
         return file.read(len(self._last_bytes)) == self._last_bytes
 
-    def _start(self, size_bytes: int) -> None:
+    def _start(self) -> None:
+        names = log_parts.files(self._path.name, lambda name: self._path.with_name(name).is_file())
+        closed_count = len(log_parts.closed_parts(self._path.name, names.__contains__))
+        sizes_bytes = [self._path.with_name(name).stat().st_size for name in names]
+        self._part = closed_count + 1
+        position = sum(sizes_bytes[closed_count:]) - self._first_bytes
+        while position < 0 and self._part > 1:
+            self._part -= 1
+            position += sizes_bytes[self._part - 1]
         self.starts += 1
-        self._position = max(0, size_bytes - self._first_bytes)
+        self._position = max(0, position)
         self._last_bytes = b""
-        self._is_inside_line = self.skipped_beginning = self._position > 0
+        self._is_inside_line = self._position > 0
+        self.skipped_beginning = self._position > 0 or self._part > 1
 
     def _objects(self, lines: list[bytes]) -> list[dict[str, Any]]:
         objects = []

@@ -5,9 +5,10 @@ A new format is one module with a `Reader` and one entry here, or a plug-in with
 
 import functools
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from tracekit.conventions import log_parts
 from tracekit.conventions import perfetto as perfetto_conventions
 from tracekit.ingest.readers import foreign_formats
 from tracekit.ingest.readers.dftracer import DFTracerLogs
@@ -103,9 +104,17 @@ def companion_suffixes() -> tuple[str, ...]:
     return tuple(s for reader in available() if reader.is_companion for s in reader.suffixes)
 
 
-def companions(rank: int) -> dict[str, Reader]:
-    """Return the readers of the files that belong to a rank's trace, by file name."""
-    return {name: reader for reader in available() for name in reader.companions(rank)}
+def companions(rank: int, exists: Callable[[str], bool]) -> dict[str, Reader]:
+    """Readers of the files that belong to a rank's trace, by file name, parts of a log in order.
+
+    `exists` says of a name whether the file is there.
+    """
+    return {
+        file: reader
+        for reader in available()
+        for name in reader.companions(rank)
+        for file in log_parts.files(name, exists)
+    }
 
 
 def unknown_format(head: bytes, name: str) -> str:

@@ -76,6 +76,8 @@ class MetricsLogs(_Logs):
             _is_number(value) and not _is_possible(name, value) for ln in lines for name, value in ln.items()
         )
         issues = [_issues(path, skipped, dropped), _lacking(path, metrics, ("step",))]
+        if path.endswith(conventions.PARTIAL_SUFFIX):
+            issues.append(_growing(path, rank, step_metrics))
         return Trace(rank, window, path, metrics=step_metrics, data_quality=pl.concat(issues))
 
 
@@ -104,6 +106,16 @@ def _lines(path: str) -> tuple[list[dict[str, Any]], int]:
         elif text.strip():
             skipped += 1
     return lines, skipped
+
+
+def _growing(path: str, rank: int, metrics: pl.DataFrame) -> pl.DataFrame:
+    """Data-quality issue of a metrics log that its rank has not closed."""
+    end = "has no step" if metrics.is_empty() else f"ends with step {max(metrics['step'])}"
+    message = (
+        f"{path}: the metrics log of rank {rank} is not closed and {end}: the training is running, or the rank was "
+        "killed (kill -9, out of memory), and what it did in its last second is missing."
+    )
+    return pl.DataFrame([("growing_log", message, 0.0)], schema=schema.DATA_QUALITY.schema, orient="row")
 
 
 def _issues(path: str, skipped: int, dropped: int) -> pl.DataFrame:

@@ -14,7 +14,11 @@ from tracekit.ingest import archives
 from tracekit.ingest.scrub import streams
 from tracekit.ingest.scrub.secrets import HOST, USER, Secrets
 
-_LOGS = (conventions.CHECKPOINT_LOG_SUFFIX, conventions.METRICS_SUFFIX)
+_LOGS = (
+    conventions.CHECKPOINT_LOG_SUFFIX,
+    conventions.METRICS_SUFFIX,
+    conventions.METRICS_SUFFIX + conventions.PARTIAL_SUFFIX,
+)
 _TRACES = (".json", ".json.gz", ".pfw", ".pfw.gz")
 _PICKLES = (".pickle", ".pkl")
 _DATABASE = (

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from tracekit import conventions
+from tracekit.conventions import log_parts
 from tracekit.errors import InputError, MissingExtraError
 from tracekit.ingest.readers.logs import MetricsLogs, read_manifest
 from tracekit.ingest.readers.reader import TraceInfo
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 
 COLUMNS = schema.columns("rank step name value at_ns", name=pl.String, value=pl.Float64)
 _LOG = re.compile(
-    rf"rank(\d{{1,7}}){re.escape(conventions.METRICS_SUFFIX)}(?:{re.escape(conventions.PARTIAL_SUFFIX)})?"
+    rf"(rank(\d{{1,7}}))(?:\.part\d+)?({re.escape(conventions.METRICS_SUFFIX)})"
+    rf"(?:{re.escape(conventions.PARTIAL_SUFFIX)})?"
 )
 _STEP_TIME = "step_time_ns"
 
@@ -54,7 +56,7 @@ def samples(folder: Path) -> pl.DataFrame:
     """
     stated = read_manifest(folder / conventions.MANIFEST_FILE)
     created_ns = None if stated is None else stated.created_ns
-    parts = [_of_rank(rank, path, created_ns) for rank, path in logs(folder).items()]
+    parts = [_of_rank(rank, paths, created_ns) for rank, paths in logs(folder).items()]
     return pl.concat(parts).sort("rank", "name", "step", maintain_order=True)
 
 
@@ -63,16 +65,20 @@ def run_name(folder: Path) -> str:
     return folder.resolve().name.encode("utf-8", "replace").decode()
 
 
-def logs(folder: Path) -> dict[int, Path]:
-    """Return the metrics logs in a folder by rank, complete or still being written. Raises InputError without one."""
+def logs(folder: Path) -> dict[int, list[Path]]:
+    """Return the files of the metrics logs in a folder by rank, in order. Raises InputError without one."""
     if not folder.is_dir():
         raise InputError(f"{folder}: metrics are exported from a local folder, and this is none; name a run's folder")
-    paths = {int(match[1]): path for path in sorted(folder.iterdir()) if (match := _LOG.fullmatch(path.name))}
-    if not paths:
+    names = {path.name for path in folder.iterdir()}
+    logs_by_rank = {int(match[2]): match[1] + match[3] for name in sorted(names) if (match := _LOG.fullmatch(name))}
+    if not logs_by_rank:
         raise InputError(
             f"{folder}: no metrics log (rank*{conventions.METRICS_SUFFIX}) in this folder; record with tracekit"
         )
-    return dict(sorted(paths.items()))
+    return {
+        rank: [folder / name for name in log_parts.files(log, names.__contains__)]
+        for rank, log in sorted(logs_by_rank.items())
+    }
 
 
 def otlp_lines(run: str, samples: pl.DataFrame) -> Iterator[bytes]:
@@ -160,8 +166,9 @@ def write_tensorboard(samples: pl.DataFrame, out: Path) -> None:
         writer.close()
 
 
-def _of_rank(rank: int, path: Path, created_ns: int | None) -> pl.DataFrame:
-    metrics = MetricsLogs().read(str(path), TraceInfo(), rank=rank, window=0).metrics
+def _of_rank(rank: int, paths: Iterable[Path], created_ns: int | None) -> pl.DataFrame:
+    parts = [MetricsLogs().read(str(path), TraceInfo(), rank=rank, window=0).metrics for path in paths]
+    metrics = pl.concat([schema.METRICS.empty(), *parts])
     metrics = metrics.unique(["step", "name"], keep="last", maintain_order=True)
     times = metrics.filter(pl.col("name") == _STEP_TIME).sort("step")
     elapsed = pl.col("value").clip(0, 1e15).cum_sum().cast(pl.Int64)
