@@ -448,10 +448,13 @@ def _local_norms(shards: Sequence[Tensor], order: float, dtype: torch.dtype) -> 
     norms = iter(torch._foreach_norm(parts, order, dtype) if parts else ())
     # Of no elements torch knows no maximum.
     empty = torch.full((), math.inf if order == -math.inf else 0.0, dtype=dtype, device=shards[0].device)
-    return [
-        next(norms) if shard.numel() else shard.sum(dtype=dtype) + empty if shard.requires_grad else empty
-        for shard in shards
-    ]
+
+    def norm(shard: Tensor) -> Tensor:
+        if shard.numel():
+            return next(norms)
+        return shard.sum(dtype=dtype) + empty if shard.requires_grad else empty
+
+    return [norm(shard) for shard in shards]
 
 
 def _norm_of_norms(rows: Tensor, order: float) -> Tensor:
