@@ -413,7 +413,7 @@ def _spans(text: str) -> Iterator[tuple[int, int]]:
     for pattern in (_ELEMENT, _ATTRIBUTE):
         yield from (match.span(2) for match in pattern.finditer(text) if kind_of_name(match[1]) in (SECRET, AMBIGUOUS))
     yield from (match.span() for match in _RUN.finditer(text) if is_random(match[0]))
-    yield from _assigned(text)
+    yield from _assignment_spans(text)
     for pattern in (_FLAG_IN_TEXT, _SHELL_VARIABLE):
         for named in pattern.finditer(text):
             kind = kind_of_name(named["name"])
@@ -421,7 +421,7 @@ def _spans(text: str) -> Iterator[tuple[int, int]]:
                 yield from _value_span(text, named.start("rest"), kind, whole_line=False)
 
 
-def _assigned(text: str) -> Iterator[tuple[int, int]]:
+def _assignment_spans(text: str) -> Iterator[tuple[int, int]]:
     """Start and end of what is assigned to names of secrets: `name=value`, `name: value`, `"name": "value"`."""
     for match in _ASSIGNMENT.finditer(text):
         name = match["name"]

@@ -139,7 +139,7 @@ class Run:
 
         The name states everything that the table depends on. Without a cache, it is made each time.
         """
-        table = self._tables.saved(name)
+        table = self._tables.saved_table(name)
         if table is None:
             began_s = time.monotonic()
             table = make(self)

@@ -81,7 +81,7 @@ class TableStore:
 
     def find(self, fact: Measure) -> pl.DataFrame | None:
         """Table of a fact of the run, which was measured or saved; None if it has to be measured."""
-        if fact not in self._tables and (table := self.saved(full_name(fact))) is not None:
+        if fact not in self._tables and (table := self.saved_table(full_name(fact))) is not None:
             self._tables[fact] = table
             self._run_facts.add(fact)
         return self._tables.get(fact)
@@ -140,7 +140,7 @@ class TableStore:
             self.parts[fact] = parts
         return table is not None or bool(parts)
 
-    def saved(self, name: str | None) -> pl.DataFrame | None:
+    def saved_table(self, name: str | None) -> pl.DataFrame | None:
         """Table that was saved under a name; None if it has to be measured."""
         return None if name is None or self._saved is None else self._saved.get(name)
 

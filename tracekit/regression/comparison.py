@@ -228,10 +228,10 @@ def compare_groups(
     changes = tuple(disturbance.apply(change, compared.explained_ratios) for change in changes)
     changes, separated = step_separation.decide(changes, a_tables, b_tables, ranks, thresholds)
     undecided = replace(compared, changes=changes)
-    compared = _decided(undecided, parts, thresholds)
+    compared = _decide_step_time(undecided, parts, thresholds)
     if step is not None and disturbance.is_unknown and _is_doubtful(compared):
         fastest = contributions.contributions_of_fastest(a_tables, b_tables, step, places)
-        compared = _decided(undecided, fastest, thresholds) if fastest else compared
+        compared = _decide_step_time(undecided, fastest, thresholds) if fastest else compared
     changes = compared.changes
     remarks = (*notes, *rank_notes, *_clock_notes(changes, (a_name, b_name)), *separated)
     return replace(
@@ -239,7 +239,7 @@ def compare_groups(
     )
 
 
-def _decided(compared: Comparison, parts: tuple[Contribution, ...], limits: Thresholds) -> Comparison:
+def _decide_step_time(compared: Comparison, parts: tuple[Contribution, ...], limits: Thresholds) -> Comparison:
     """Return the comparison with these contributions, by which the step time is decided where it cannot tell."""
     changes = tuple(
         contributions.decide(change, parts, compared.disturbance, limits) if change.metric == STEP_TIME else change

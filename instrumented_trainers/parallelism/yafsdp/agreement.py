@@ -79,7 +79,7 @@ class RankAgreement:
         largest, negative_of_smallest = read()
         if largest != -negative_of_smallest:
             raise RuntimeError(
-                rank_programs.explained(
+                rank_programs.explanation(
                     "YaFSDP: the ranks did not do the same: they ran other units or in another order, or stepped or "
                     "cleared otherwise. Collectives match by order, so weights and gradients are mixed up by now. Let "
                     "every rank run the same units in the same order (parameters within a unit may differ) and step "

@@ -105,13 +105,13 @@ def _key(ask: int, rank: int) -> str:
 
 def _explanation(failure: str) -> str:
     """Explain why a collective did not end, by the programs of all ranks."""
-    return explained(
+    return explanation(
         f"YaFSDP: rank {dist.get_rank()} waited in vain for other ranks ({failure.splitlines()[0]}). Collectives match "
         "by order: all ranks must run the same units, micro-batches, clippings and optimizer steps in the same order"
     )
 
 
-def explained(difference: str) -> str:
+def explanation(difference: str) -> str:
     """A sentence on a difference of ranks, and what each of them did last, from the first difference on."""
     ranks = range(dist.get_world_size())
     programs = _programs_of(ranks)

@@ -372,7 +372,7 @@ def _set_data(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 # Reductions over all ranks --------------------------------------------------------------------------------------------
 
 
-def _reduced(
+def _reduce_over_ranks(
     numbers: Tensor, place: Place, over_ranks: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None
 ) -> Tensor:
     """Return numbers of all ranks, one dim on each, reduced over the ranks."""
@@ -398,7 +398,9 @@ def _sum(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     dtype = function(torch.zeros((), dtype=local.dtype if "dtype" in kwargs else shard.dtype), **kwargs).dtype
     divisor = shard.place.visible_shape.numel() if _name(function) == "mean" else 1
     part = local.sum(dtype=kwargs.get("dtype")).reshape(1)
-    return _reduced(part, shard.place, lambda rows: rows.sum() / divisor if divisor != 1 else rows.sum(), dtype)
+    return _reduce_over_ranks(
+        part, shard.place, lambda rows: rows.sum() / divisor if divisor != 1 else rows.sum(), dtype
+    )
 
 
 def _norm(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -436,7 +438,7 @@ def _norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None) -
         for (*_, kind), numbers in by_ranks.items():
             parts = torch.stack(_local_norms([tensors[number] for number in numbers], order, dtype or _wide(kind)))
             place = tensors[numbers[0]].place  # type: ignore[attr-defined]
-            norms = _reduced(parts, place, functools.partial(_norm_of_norms, order=order), dtype or kind)
+            norms = _reduce_over_ranks(parts, place, functools.partial(_norm_of_norms, order=order), dtype or kind)
             for number, norm in zip(numbers, norms.unbind(), strict=True):
                 results[number] = norm
     return [norm for norm in results if norm is not None]
@@ -476,24 +478,26 @@ def _extreme(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         extreme = local.amax() if is_largest else local.amin()
     else:  # a sum, as each rank must take part in backward
         extreme = local.sum() + (-math.inf if is_largest else math.inf)
-    return _reduced(extreme.reshape(1), args[0].place, lambda rows: rows.amax() if is_largest else rows.amin(), dtype)
+    return _reduce_over_ranks(
+        extreme.reshape(1), args[0].place, lambda rows: rows.amax() if is_largest else rows.amin(), dtype
+    )
 
 
 def _product(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     _refuse_dims(_name(function), args[1:] or kwargs.get("dim"))
-    return _reduced(args[0].to_local().prod(**kwargs).reshape(1), args[0].place, lambda rows: rows.prod())
+    return _reduce_over_ranks(args[0].to_local().prod(**kwargs).reshape(1), args[0].place, lambda rows: rows.prod())
 
 
 def _truth(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Return whether any or all elements are true."""
     _refuse_dims(_name(function), args[1:] or kwargs.get("dim"))
     local = function(args[0].to_local()).to(torch.int32).reshape(1)
-    return _reduced(local, args[0].place, lambda rows: function(rows.bool()))
+    return _reduce_over_ranks(local, args[0].place, lambda rows: function(rows.bool()))
 
 
 def _count_nonzero(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     _refuse_dims(_name(function), args[1:] or kwargs.get("dim"))
-    return _reduced(function(args[0].to_local()).reshape(1), args[0].place, lambda rows: rows.sum())
+    return _reduce_over_ranks(function(args[0].to_local()).reshape(1), args[0].place, lambda rows: rows.sum())
 
 
 def _dot(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -512,7 +516,7 @@ def _are_equal(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         return False
     answer = function(*(_local(arg, place, numel) for arg in args), **kwargs)
     equal = torch.tensor([int(answer)], device=shard.device)
-    return bool(_reduced(equal, place, lambda rows: rows.amin()))
+    return bool(_reduce_over_ranks(equal, place, lambda rows: rows.amin()))
 
 
 def _scalar(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -434,8 +434,8 @@ def _with_ranks(diagnosis: Diagnosis, dumps: HangDumps, groups: Groups, waiting:
     without_stacks = [rank for rank, dump in dumps.ranks.items() if not dump.threads]
     if diagnosis.kind is Kind.HOST and without_stacks:
         notes.append(f"no stacks of {_ranks(without_stacks)}: put stacks by py-spy or faulthandler into the folder")
-    if unstated := _unstated([dump for dump in dumps.ranks.values() if dump.has_recorder]):
-        notes.append(f"the flight recorder dumps do not state {', '.join(unstated)}")
+    if missing := _missing_facts([dump for dump in dumps.ranks.values() if dump.has_recorder]):
+        notes.append(f"the flight recorder dumps do not state {', '.join(missing)}")
     rows = tuple(_row(dump, waiting) for dump in dumps.ranks.values())
     return replace(diagnosis, ranks=rows, notes=tuple(notes))
 
@@ -459,7 +459,7 @@ def _own_call(wait: Wait, rank: int) -> Call:
     return wait.collective.calls[rank] if wait.collective else wait.first_call
 
 
-def _unstated(dumps: Sequence[RankDump]) -> list[str]:
+def _missing_facts(dumps: Sequence[RankDump]) -> list[str]:
     """What no dump states, and without which a cause may not be recognized or have no place in the code."""
     calls = [call for dump in dumps for call in dump.calls]
     threads = [thread for dump in dumps for thread in dump.threads]

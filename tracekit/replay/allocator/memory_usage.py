@@ -105,8 +105,8 @@ def of_snapshot(snapshot: MemorySnapshot, device: int) -> MemoryUsage:
             f"The allocator model differs from the recording at {outcome.address_mismatches:,} of "
             f"{int((history.action == 0).sum()):,} requests."
         )
-    if unstated := _unstated(snapshot):
-        notes.append(f"The snapshot does not state {', '.join(unstated)}.")
+    if missing := _missing_facts(snapshot):
+        notes.append(f"The snapshot does not state {', '.join(missing)}.")
     return MemoryUsage(
         snapshot_facts.peak_allocated_bytes(history, outcome),
         history.peak_reserved_bytes,
@@ -119,20 +119,20 @@ def of_snapshot(snapshot: MemorySnapshot, device: int) -> MemoryUsage:
     )
 
 
-def _unstated(snapshot: MemorySnapshot) -> list[str]:
+def _missing_facts(snapshot: MemorySnapshot) -> list[str]:
     """What a snapshot does not state, and without which memory has no owner, or no time."""
-    unstated = []
+    missing = []
     for what, rows in (("the history", snapshot.events), ("live blocks", snapshot.blocks)):
         frames = snapshot.frames.join(snapshot.stacks.join(rows, on="stack", how="semi"), on="frame", how="semi")
         fields = {"functions": frames["name"] != "", "files": frames["file"] != "", "lines": frames["line"] != 0}
         # A simulation, and some versions of torch, state the stacks of blocks in the history only.
         if frames.is_empty() and rows.height and (what == "the history" or snapshot.frames.is_empty()):
-            unstated.append(f"stacks of {what}")
+            missing.append(f"stacks of {what}")
         elif frames.height:
-            unstated += [f"{name} in stacks of {what}" for name, is_stated in fields.items() if not is_stated.any()]
+            missing += [f"{name} in stacks of {what}" for name, is_stated in fields.items() if not is_stated.any()]
     if snapshot.events.height and not snapshot.events["at_ns"].count():
-        unstated.append("times")
-    return unstated
+        missing.append("times")
+    return missing
 
 
 def snapshot_tables(snapshot: MemorySnapshot, device: int | None = None) -> dict[str, pl.DataFrame]:

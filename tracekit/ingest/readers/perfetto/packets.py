@@ -312,11 +312,11 @@ def on_main_clock(
         at_ns[packets] = readings.own_times(at_ns[packets], packets, int(clock[packets[0]]), int(sequence[packets[0]]))
     is_global = (clock > 0) & (clock < _FIRST_OWN)
     for number in np.unique(clock[is_global]).tolist():
-        at_ns[clock == number] = _shifted(at_ns[clock == number], readings.offset(number))
+        at_ns[clock == number] = _add_offset(at_ns[clock == number], readings.offset(number))
     return at_ns
 
 
-def _shifted(times: Ints, offset_ns: int) -> Ints:
+def _add_offset(times: Ints, offset_ns: int) -> Ints:
     """Times plus an offset; BEYOND_TIME, which no event can have, where either is."""
     if abs(offset_ns) >= BEYOND_TIME:
         return np.full_like(times, BEYOND_TIME)
@@ -385,7 +385,7 @@ class _Snapshots:
             part = stated[begin:end] * self.unit_ns[reading]
             if self.is_incremental[reading]:
                 part = np.cumsum(part) + self.at_ns[reading]
-            times[begin:end] = _shifted(part, self._to_main(reading))
+            times[begin:end] = _add_offset(part, self._to_main(reading))
         return times
 
     def _to_main(self, reading: int) -> int:
