@@ -28,7 +28,7 @@ from tracekit.report.document import (
     line,
 )
 from tracekit.report.render import text as render_text
-from tracekit.rules import unreported_causes
+from tracekit.rules import data_quality, unreported_causes
 from tracekit.rules.rule import Finding, Report, Severity, cost_order, has_found_iterations, is_data_quality
 
 WIDTH = 100
@@ -213,7 +213,7 @@ def _brief(report: Report, run: Run, findings: Sequence[Finding]) -> list[Sectio
         finding for finding in findings if not is_data_quality(finding.code) and finding.consequence_of not in ids
     ]
     # A recording that cannot be trusted comes before what was read from it.
-    doubts = [finding for finding in findings if is_data_quality(finding.code)]
+    doubts = sorted((finding for finding in findings if is_data_quality(finding.code)), key=data_quality.cause_order)
     first = [doubt for doubt in doubts if doubt.severity is Severity.ERROR][:1] + of_training
     picked = [finding for finding in first if finding.severity > Severity.INFO][:MAX_BRIEF] or first[:1]
     verdict = _verdict(report)
@@ -222,7 +222,10 @@ def _brief(report: Report, run: Run, findings: Sequence[Finding]) -> list[Sectio
     sections: list[Section] = [verdict] if verdict else []
     caused = [_stated_consequences(finding, findings) for finding in picked]
     sections += [_finding_lines(*pair) for pair in zip(picked, caused, strict=True)]
-    rows = [(line(("time", Emphasis.FAINT)), line(_time(run))), (line(("data", Emphasis.FAINT)), line(_trust(doubts)))]
+    rows = [
+        (line(("time", Emphasis.FAINT)), line(_time(run))),
+        (line(("data", Emphasis.FAINT)), line(_trust(run, doubts))),
+    ]
     if report.ignored:
         ignored = "; ".join(f"{aside.finding.code} ({aside.reason})" for aside in report.ignored)
         rows.append((line(("ignored", Emphasis.FAINT)), line(ignored)))
@@ -262,13 +265,15 @@ def _time(run: Run) -> str:
     return text + (f", mean of {ranks.height:,} ranks" if ranks.height > 1 else "")
 
 
-def _trust(doubts: Sequence[Finding]) -> str:
+def _trust(run: Run, doubts: Sequence[Finding]) -> str:
     """Whether the recording can be trusted, in one line."""
     problems = [doubt for doubt in doubts if doubt.severity > Severity.INFO]
     if not problems:
         return "complete" + (f", {units.count(len(doubts), 'remark')}" if doubts else "")
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    return f"doubtful: {problems[0].sentence}{more}"
+    first = problems[0]
+    of_ranks = f" ({units.numbers('rank', first.ranks)})" if first.ranks and set(first.ranks) < set(run.ranks) else ""
+    return f"doubtful{of_ranks}: {first.sentence}{more}"
 
 
 def _body(report: Report, run: Run, findings: Sequence[Finding]) -> list[Section]:

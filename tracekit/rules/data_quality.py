@@ -239,6 +239,12 @@ class DoubtfulTrace(Rule):
         )
 
 
+def cause_order(finding: Finding) -> tuple[int, int]:
+    """Key that sorts findings of this rule by severity, then those on files before what may follow from them."""
+    kinds = list(_KINDS)
+    return -finding.severity, kinds.index(finding.subject) if finding.subject in _KINDS else len(kinds)
+
+
 def _measured_quality(run: Run) -> pl.DataFrame:
     """Issues that traces show of their quality, without warm-up in windows whose first step is long for other reasons.
 

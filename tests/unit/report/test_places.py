@@ -1,12 +1,16 @@
 """Where a finding is, in words, and the mean step that savings are shares of."""
 
+from dataclasses import replace
+
 import polars as pl
 import pytest
 
 import tracekit
+from tests.support import drawn_traces
 from tests.support.cli_runner import ROOT
 from tracekit.analysis.time import breakdown
 from tracekit.report import phrases
+from tracekit.rules import data_quality
 from tracekit.rules.rule import Finding, Severity
 
 WAIT = {"rank": 2, "step": 11, "op": "all_gather", "phase": "optimizer"}
@@ -41,11 +45,30 @@ def test_a_row_without_a_late_rank_is_where_it_is() -> None:
     assert place((2,), rank=2, step=1, unit="10") == "rank 2, step 1: module 10"
 
 
-@pytest.mark.parametrize("name", ["ci/red", "demo-fsdp2", "parallelism/moe-ep2"])
-def test_savings_by_replay_are_shares_of_the_mean_step(name: str) -> None:
+def test_a_rank_of_a_pipeline_stands_with_its_stage_and_a_save_apart_from_steps() -> None:
+    assert place((2,), rank=2, step=5, stage=1) == "rank 2 (stage 1), step 5"
+    save = Finding("CKPT001", Severity.WARNING, "", "", steps=(6,), ranks=(0,), is_of_training=True)
+    rows = pl.DataFrame([{"rank": 0, "step": 6, "stage": "total"}])
+    assert phrases.place(replace(save, evidence=rows)) == "rank 0, save at step 6"
+
+
+@pytest.mark.parametrize("name", ["ci/red", "demo-fsdp2", "parallelism/moe-ep2", "parallelism/cp-ring"])
+def test_costs_are_shares_of_the_mean_step(name: str) -> None:
     run = tracekit.load(ROOT / "sample_traces" / name)
     mean_ns = breakdown.mean_step_ns(run)
-    priced = [found for found in run.check().findings if found.is_priced and found.impact and not found.is_of_training]
-    assert priced
-    for found in priced:
+    costly = [found for found in run.check().findings if found.cost_ns and found.impact and not found.is_of_training]
+    assert costly
+    for found in costly:
         assert found.cost_ns / found.impact == pytest.approx(mean_ns, rel=0.005), found.id
+
+
+def test_the_median_is_of_the_steps_that_the_mean_is_of() -> None:
+    # Ranks 0 and 1 are slow by turns, as where each waits for the other in every second step.
+    pictures = ("step 000000001111\ncompute CCCCCCCCDDDD", "step 000011111111\ncompute CCCCDDDDDDDD")
+    run = drawn_traces.run(*(drawn_traces.trace(picture, rank=rank) for rank, picture in enumerate(pictures)))
+    assert breakdown.mean_step_ns(run) == breakdown.median_step_ns(run) < breakdown.step_time_ns(run)
+
+
+def test_a_cut_file_is_named_before_what_follows_from_it() -> None:
+    issues = [Finding("DATA001", Severity.WARNING, "", "", subject=kind) for kind in ("unaligned", "truncated", "x")]
+    assert min(issues, key=data_quality.cause_order).subject == "truncated"
