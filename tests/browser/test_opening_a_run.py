@@ -77,18 +77,18 @@ def test_a_run_that_opens_for_the_first_time_shows_its_progress_and_can_be_left(
 
 def test_the_late_rank_and_those_that_wait_for_it_stand_first_in_the_timeline(page, own_server):
     page.goto(f"{own_server.url}/ranks?run=slow-rank")
-    expect(page.locator(".tk-headline").first).to_contain_text("Rank 1 runs spin_kernel")
+    expect(page.locator(".tk-headline").first).to_contain_text("Rank 1 makes 3 calls of spin_kernel")
     ticks = page.locator("[class*=st-key-ranks-map] .ytick text")
     expect(ticks).to_have_text(["1", "0"])
     settle(page)  # the map is drawn again when its width is known
     at_top = min(range(2), key=lambda number: ticks.nth(number).bounding_box()["y"])
     assert ticks.nth(at_top).text_content() == "1"
     page.goto(f"{own_server.url}/overview?run=slow-rank")
-    straggler = page.locator("[data-testid=stMain]").get_by_text("Rank 1 runs spin_kernel")
+    straggler = page.locator("[data-testid=stMain]").get_by_text("Rank 1 makes 3 calls of spin_kernel")
     expect(straggler.first).to_be_visible()
     settle(page)
     cards = page.locator("[data-testid=stVerticalBlock]").filter(has=page.get_by_text(re.compile("^Evidence, ")))
-    card = cards.filter(has_text="Rank 1 runs spin_kernel").last  # the innermost
+    card = cards.filter(has_text="Rank 1 makes 3 calls of spin_kernel").last  # the innermost
     card.get_by_text(re.compile("^Evidence, ")).click()
     card.get_by_role("button", name="Show in the timeline").first.click()
     page.wait_for_function(
