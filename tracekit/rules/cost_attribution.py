@@ -102,15 +102,21 @@ def over_mean_step(report: Report) -> Report:
     """Return the report with the impact of findings that no replay priced as a share of the mean step.
 
     Rules measure in the step that their message quotes, which may be shorter: a cost a step has one denominator,
-    as replays have it. Findings on saves, windows or memory stay.
+    as replays have it. A share of another time stays: of steps that only a log has, of a window with what is after its
+    last step, of training with its saves.
     """
     mean_ns = breakdown.mean_step_ns(report.run)
     if not mean_ns:
         return report
+    durations = breakdown.slowest_device_by_step(report.run).drop_nulls("step")["duration_ns"]
+    # Costs are whole nanoseconds, shares are not.
+    shortest_ns, longest_ns = float(str(durations.min())) * 0.99, float(str(durations.max())) * 1.01
 
     def of_mean(finding: Finding) -> Finding:
         is_of_step = not (finding.is_priced or finding.is_of_training or finding.is_of_window)
         if not is_of_step or not finding.cost_ns or not finding.impact:
+            return finding
+        if not shortest_ns <= finding.cost_ns / finding.impact <= longest_ns:
             return finding
         return replace(finding, impact=min(1.0, finding.cost_ns / mean_ns))
 

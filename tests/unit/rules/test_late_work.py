@@ -28,12 +28,12 @@ needs_cases = pytest.mark.skipif(not CASES.is_dir(), reason="needs ../shared/cas
 
 @pytest.mark.parametrize(
     ("folder", "kernel", "count"),
-    [("gpu/slow-rank", "spin_kernel", "3 times"), ("faults/slow-rank", "aten::matmul", "47 times")],
+    [("gpu/slow-rank", "spin_kernel", "3 calls"), ("faults/slow-rank", "aten::matmul", "47 calls")],
 )
 def test_the_claim_counts_the_calls_that_the_other_rank_never_runs(folder: str, kernel: str, count: str) -> None:
     (found,) = check(load(SAMPLES / folder), [Straggler()]).findings
     assert found.ranks == (1,)
-    assert all(part in found.claim for part in (kernel, count, "never", "rank 0"))
+    assert all(part in found.claim for part in (kernel, count, "not", "rank 0"))
     assert kernel in found.fix
 
 
@@ -145,7 +145,7 @@ def test_the_first_finding_of_the_sample_without_prefetch_is_the_gather() -> Non
 _TURN = {
     "larger": ([("aten::mm", 200_000, "[[128, 64]]")], "inputs are 2.0 times", "tokens"),
     "slower": ([("aten::mm", 200_000, "[[64, 64]]")], "aten::mm takes 2.0 times", "clocks"),
-    "extra": ([_CALL, ("aten::sort", 100_000, "[[64, 64]]")], "aten::sort 18 times", "aten::sort"),
+    "extra": ([_CALL, ("aten::sort", 100_000, "[[64, 64]]")], "18 calls of", "aten::sort"),
 }
 """What a rank runs before the collective at which it is last, and parts of the claim and of the fix."""
 
