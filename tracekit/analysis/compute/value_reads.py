@@ -90,7 +90,7 @@ def _chains(calls: pl.DataFrame, needed: pl.Series | None) -> pl.DataFrame:
     is_of_tensor = (stage > _REDUCED) | pl.col("is_copy").shift(1) | (pl.col("size") == pl.col("size").shift(1))
     is_later = (stage.shift(1) < stage) | ((stage.shift(1) == stage) & stage.is_in([_TENSOR, _NUMBER]))
     leads = is_later & (name != _DETACH) & is_of_tensor
-    # A copy of numbers in memory is followed by another: each detached tensor begins a chain.
+    # Loops that copy several tensors have no other op between them: each detached tensor begins a chain.
     leads = pl.all_horizontal(leads, *is_same).fill_null(value=False)
     chained = calls.with_columns((~leads).cum_sum().alias("chain"))
     is_moved = (name.first() == _DETACH) & ((name == "aten::to") & pl.col("shapes").str.contains(_DEVICE_MOVE)).any()
