@@ -31,6 +31,7 @@ class ManifestFile:
     def __init__(self, folder: Path, provided: Mapping[str, Any], *, device: str, world_size: int | None) -> None:
         self._path = folder / conventions.MANIFEST_FILE
         self._fields = manifest(provided, device=device, world_size=world_size)
+        self._has_own_determinism = "determinism" in provided
         self._windows: dict[int, dict[str, int]] = {}
         self._lock = threading.Lock()  # windows are added by the thread that writes them
 
@@ -41,6 +42,8 @@ class ManifestFile:
 
     def add_window(self, window: int, *, first_step: int, steps: int, removed: Iterable[int] = ()) -> None:
         """Add a window that is written, and drop the `removed` ones."""
+        if not self._has_own_determinism:  # a program may choose it after it has made its recorder
+            self._fields = {**self._fields, "determinism": determinism()}
         self._windows[window] = {"window": window, "first_step": first_step, "steps": steps}
         for number in removed:
             self._windows.pop(number, None)
@@ -77,6 +80,7 @@ def manifest(provided: Mapping[str, Any], *, device: str, world_size: int | None
         "device_name": torch.cuda.get_device_name() if device == "cuda" else _processor(),
         "host": socket.gethostname(),
         "processors": processors(),
+        "determinism": determinism(),
         "command": [os.path.basename(sys.argv[0]) if sys.argv else "", *sys.argv[1:]],  # noqa: PTH119 may be "-c"
         "simulated": False,
     }
@@ -97,6 +101,18 @@ def processors() -> dict[str, int | float | None]:
         "quota_cores": _quota_cores(),
         "threads": torch.get_num_threads(),
         "ranks": ranks_of_host(),
+    }
+
+
+def determinism() -> dict[str, bool]:
+    """What this process demands of algorithms: the same results each time, and the fastest convolutions.
+
+    Keys deterministic_algorithms, cudnn_deterministic and cudnn_benchmark, as PyTorch calls them.
+    """
+    return {
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "cudnn_deterministic": torch.backends.cudnn.deterministic,
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
     }
 
 

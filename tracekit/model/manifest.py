@@ -41,6 +41,14 @@ class Processors(msgspec.Struct, frozen=True):
     """On this host."""
 
 
+class Determinism(msgspec.Struct, frozen=True):
+    """What the recording process demanded of algorithms; null where not stated."""
+
+    deterministic_algorithms: bool | None = None
+    cudnn_deterministic: bool | None = None
+    cudnn_benchmark: bool | None = None
+
+
 class Manifest(msgspec.Struct, frozen=True):
     """What a manifest states. A field that is absent, or has a value of another type or range, has its default.
 
@@ -57,6 +65,7 @@ class Manifest(msgspec.Struct, frozen=True):
     simulated: bool = False
     windows: tuple[ProfiledWindow, ...] = ()
     processors: Processors = Processors()
+    determinism: Determinism = Determinism()
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> "Manifest":
@@ -64,6 +73,7 @@ class Manifest(msgspec.Struct, frozen=True):
         model, windows = document.get("model"), document.get("windows")
         fields = _valid_fields(cls, document)
         fields["processors"] = Processors(**_valid_fields(Processors, document.get("processors")))
+        fields["determinism"] = Determinism(**_valid_fields(Determinism, document.get("determinism")))
         fields["model"] = Model(**_valid_fields(Model, {"name": model} if isinstance(model, str) else model))
         converted = [_convert(row, ProfiledWindow) for row in windows] if isinstance(windows, list) else []
         fields["windows"] = tuple(window for window in converted if window is not None)

@@ -10,6 +10,7 @@ from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.compute import cpu_ops
 from tracekit.analysis.parallelism import workload
 from tracekit.model import kernel_names, units
+from tracekit.model.manifest import Manifest
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
 from tracekit.replay.graph.causes.cause import Cause
@@ -208,7 +209,9 @@ class DeterministicFills(AvoidableTime):
     Why it costs: all memory that a step allocates is written once more, and on a GPU by a kernel for each tensor.
 
     How it is measured: aten::fill_ directly within aten::empty and its like, or with NaN within other ops; on a GPU its
-    kernels. PyTorch calls it there in this mode only. Steps that save are left out.
+    kernels. PyTorch calls it there in this mode only. Where run.json states that the mode is off, the finding is
+    information: the program switched it on for a part of the run, or fills tensors itself. Steps that save are left
+    out.
 
     How to fix: torch.utils.deterministic.fill_uninitialized_memory = False keeps the deterministic algorithms without
     the fills; turn the mode off where a run need not be reproduced bit by bit.
@@ -223,6 +226,15 @@ class DeterministicFills(AvoidableTime):
     confidence: ClassVar[float] = 0.9
     facts: ClassVar[tuple[TraceFact, ...]] = (cpu_ops.deterministic_fills, *save_stages.FACTS)
 
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield one finding if the worst device's median step exceeds the threshold."""
+        is_on = Manifest.of(run.manifest).determinism.deterministic_algorithms
+        for finding in super().check(run):
+            if is_on is False:
+                yield replace(finding, severity=Severity.INFO, confidence=_CONTRADICTED_CONFIDENCE)
+            else:
+                yield replace(finding, confidence=_STATED_CONFIDENCE) if is_on else finding
+
     def advise(self, run: Run, loss: quoted_step.StepLoss) -> tuple[str, str]:
         """Message and fix for a loss, by the fills of the quoted step."""
         fills = loss.rows(run.table(self.facts[0]))
@@ -230,18 +242,31 @@ class DeterministicFills(AvoidableTime):
         most = largest_first(sums, "saved_ns", "op").row(0, named=True)
         return (
             f"{units.count(fills.height, 'op')} fill the tensors that they allocate, which takes {loss}; most of it is "
-            f"in {most['op']} ({most['len']:,}). Deterministic mode is on, with its fills of new memory.",
+            f"in {most['op']} ({most['len']:,}). {_mode(run)}",
             "Set torch.utils.deterministic.fill_uninitialized_memory = False: algorithms stay deterministic. Or turn "
             "off torch.use_deterministic_algorithms where the run need not be reproduced.",
         )
 
 
+_STATED_CONFIDENCE = 1.0
+_CONTRADICTED_CONFIDENCE = 0.4
 _ONE_OP = Advice(
     "Replace the loop by one op on the whole data: a flat buffer for all parameters, torch._foreach_* ops, fused=True "
     "in the optimizer, batched ops instead of a loop over rows; or torch.compile the loop.",
     "Replace the loop by one op on the whole data: batched ops instead of a loop over rows or samples; or "
     "torch.compile the loop.",
 )
+
+
+def _mode(run: Run) -> str:
+    """Sentence on deterministic mode: what run.json states of it, or what the fills show."""
+    stated = Manifest.of(run.manifest).determinism
+    if stated.deterministic_algorithms is None:
+        return "Deterministic mode is on, with its fills of new memory."
+    if not stated.deterministic_algorithms:
+        return "Such fills are those of deterministic mode, although run.json states that the mode is off."
+    cudnn = " torch.backends.cudnn.deterministic is set, too." if stated.cudnn_deterministic else ""
+    return f"run.json states that deterministic mode is on.{cudnn}"
 
 
 def _largest_kind(rows: pl.DataFrame) -> tuple[dict[str, Any], int, int]:

@@ -7,13 +7,14 @@ from typing import ClassVar
 import polars as pl
 
 from tracekit.analysis.checkpoint import save_stages
-from tracekit.analysis.compute import contention
+from tracekit.analysis.compute import contention, value_reads
 from tracekit.analysis.host import host_stalls, launch_delay
 from tracekit.analysis.parallelism import workload
 from tracekit.analysis.time import breakdown, host_state
 from tracekit.model import escaping, intervals, kernel_names, units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
+from tracekit.replay.graph.causes.device_time import VALUE_READS
 from tracekit.replay.graph.causes.host import (
     BLOCKING_SYNC,
     DATA_LOADING,
@@ -177,8 +178,9 @@ class BlockingSync(Rule):
     """A host that synchronizes with the device within a step, after which the device is idle.
 
     What it does: reports steps in which the device is idle for more than `min_idle_ratio` of the time after the host
-    waited for it: .item(), .cpu(), a boolean of a tensor, torch.cuda.synchronize(). On a CPU run, where such reads cost
-    nothing, values read in every step's forward or backward are reported as information.
+    waited for it: .item(), .cpu(), a boolean of a tensor, torch.cuda.synchronize(). On a CPU run, where a read waits
+    for nothing, it reports reads that take `min_read_ratio` of the step, with the copies and reductions that only they
+    need; otherwise values read in every step's forward or backward are information.
 
     Why it costs: the host launches nothing while it waits. When the device has finished, no work is queued, and it is
     idle until the host has launched more.
@@ -186,25 +188,28 @@ class BlockingSync(Rule):
     How it is measured: gaps in compute that are the host's and began during a synchronizing call (Stream-, Event- or
     DeviceSynchronize, a blocking memcpy, aten::item), or contain one. Without the call, the host could have launched
     earlier by the time that it waited: gaps count for at most as long as it has waited in the step; the rest belongs to
-    HOST001. Time in which a copy runs belongs to HOST004. FSDP1's rate limiter does not count. Steps that save are left
-    out. The message quotes the median step of the worst device.
+    HOST001. Time in which a copy runs belongs to HOST004. FSDP1's rate limiter does not count. On a CPU run: ops that
+    give values to Python, and copies, norms, sums and the like directly before them, unless backward needs their
+    results. Steps that save are left out. The message quotes the median step of the worst device.
 
     How to fix: keep values on the device and read them every N steps, after the step's launches; copy with
     non_blocking=True into pinned memory and an event; use torch.where instead of an if on a tensor, and clip_grad_norm_
     without reading the norm.
 
     Blind spots: a synchronization that ends before the queued work does costs nothing and is not reported. Its caller
-    is known only with recorded stacks.
+    is known only with recorded stacks. On a CPU run, input shapes have to be recorded, and values that the loop needs
+    (clipping by hand) look like those that it only logs.
     """
 
     code: ClassVar[str] = "HOST002"
-    facts: ClassVar[tuple[TraceFact, ...]] = (*_FACTS, launch_delay.device_reads)
+    facts: ClassVar[tuple[TraceFact, ...]] = (*_FACTS, launch_delay.device_reads, value_reads.value_reads)
     min_idle_ratio: float = 0.02
+    min_read_ratio: float = 0.03
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's median step exceeds the threshold, or the host reads."""
         if not _on_device(run):
-            yield from self._reads(run)
+            yield from tuple(self._costly_reads(run)) or self._reads(run)
             return
         late = (
             run.scan(launch_delay.host_gaps)
@@ -224,6 +229,29 @@ class BlockingSync(Rule):
             evidence=_evidence(loss, late),
             what_if=WhatIf(BLOCKING_SYNC),
             claim=f"The host of rank {loss.row['rank']} waits for the device{_place(loss.rows(late))}",
+        )
+
+    def _costly_reads(self, run: Run) -> Iterator[Finding]:
+        reads = run.table(value_reads.value_reads)
+        loss = quoted_step.worst_loss(save_stages.losses(run, reads, "saved_ns"), self.min_read_ratio)
+        if loss is None:
+            return
+        rows = loss.rows(reads)
+        kinds = rows.group_by("op", "shapes").agg(pl.len(), pl.col("saved_ns").sum())
+        kind = largest_first(kinds, "saved_ns", "op", "shapes").row(0, named=True)
+        lines = rows.drop_nulls("line").group_by("line").agg(pl.col("saved_ns").sum())
+        line = kernel_names.code_line(largest_first(lines, "saved_ns", "line")["line"][0]) if lines.height else ""
+        yield loss.finding(
+            self,
+            Severity.WARNING,
+            f"Python reads values of tensors: {units.count(rows.height, 'op')} that only these reads need take {loss}. "
+            f"Most of it: {kind['len']:,} × {kind['op']} {kind['shapes']}, {units.duration(kind['saved_ns'])} with the "
+            f"pauses before.{f' Most are called at {line}.' if line else ''}",
+            _READ_RARELY,
+            confidence=0.8,
+            evidence=largest_first(rows, "saved_ns", "start_ns").head(_EVIDENCE_ROWS),
+            what_if=WhatIf(VALUE_READS),
+            claim=f"Python reads values of tensors in every step on rank {loss.row['rank']}",
         )
 
     def _reads(self, run: Run) -> Iterator[Finding]:
@@ -252,6 +280,10 @@ class BlockingSync(Rule):
         )
 
 
+_READ_RARELY = (
+    "Read values (.item(), .cpu(), .numpy(), .tolist()) every N steps instead of in each. For norms of all parameters, "
+    "read one number: torch.nn.utils.get_total_norm, or torch._foreach_norm and torch.stack(norms).norm().item()."
+)
 _READ_LATER = Advice(
     "Keep values on the device and read them (.item(), .cpu(), print) every N steps, after the step's launches, or "
     "copy them with non_blocking=True into pinned memory. Use torch.where instead of an if on a tensor.",

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.support import drawn_cpu_ops, drawn_kernels
+from tests.support import drawn_cpu_ops, drawn_kernels, drawn_traces
 from tests.support.drawn_cpu_ops import NODE, Op
 from tests.support.rule_examples import CAST, FAST_OPS
 from tracekit.rules.cpu_ops import AnomalyMode, DeterministicFills, RepeatedCasts, SlowArithmetic, SmallOps
@@ -132,6 +132,22 @@ def test_the_finding_on_deterministic_mode_names_the_op_with_most_fills(wording)
     ops = [Op("aten::mm", 100), *[Op("aten::empty", 9, inner="aten::fill_", argument="nan")] * 3]
     (finding,) = findings(ops, DeterministicFills())
     wording(finding.message, finding.sentence)
+
+
+@pytest.mark.parametrize(
+    ("is_on", "severity", "confidence"),
+    [
+        (True, Severity.WARNING, 1.0),
+        (False, Severity.INFO, 0.4),
+        (None, Severity.WARNING, 0.9),
+        ("yes", Severity.WARNING, 0.9),
+    ],
+)
+def test_what_run_json_states_of_deterministic_mode_decides_how_sure_the_finding_is(is_on, severity, confidence):
+    trace = drawn_cpu_ops.trace([Op("aten::mm", 100), *[Op("aten::empty", 9, inner="aten::fill_", argument="nan")] * 3])
+    run = drawn_traces.run(trace, determinism={"deterministic_algorithms": is_on})
+    (finding,) = check(run, [DeterministicFills()]).findings
+    assert (finding.severity, finding.confidence) == (severity, confidence)
 
 
 @pytest.mark.parametrize("name", ["aten::zeros", "aten::full", "aten::ones_like", "aten::sum"])

@@ -6,7 +6,7 @@ import numpy as np
 import polars as pl
 
 from tracekit import conventions
-from tracekit.analysis.compute import cpu_ops, flops, kernels, op_bytes, op_flops, product_kernels
+from tracekit.analysis.compute import cpu_ops, flops, kernels, op_bytes, op_flops, product_kernels, value_reads
 from tracekit.analysis.time import trace_columns
 from tracekit.model import nesting, schema
 from tracekit.model.fact import trace_fact
@@ -36,9 +36,9 @@ CHAIN_COLUMNS = schema.columns(
 _CALL = ["name", "shapes", "dtypes", "arguments", "strides"]
 COLUMNS = schema.columns("activity_id cause saved_ns")
 (
-    MISALIGNED, NO_TENSOR_CORES, UNFUSED_OPTIMIZER, UNFUSED_CHAIN, PARTIAL_WAVE, SLOW_ARITHMETIC, CAST, SMALL_OP,
-    ANOMALY_CHECK, DETERMINISTIC_FILL,
-) = range(1, 11)  # fmt: skip
+    MISALIGNED, NO_TENSOR_CORES, UNFUSED_OPTIMIZER, UNFUSED_CHAIN, PARTIAL_WAVE, SLOW_ARITHMETIC, VALUE_READ, CAST,
+    SMALL_OP, ANOMALY_CHECK, DETERMINISTIC_FILL,
+) = range(1, 12)  # fmt: skip
 
 
 @trace_fact
@@ -132,6 +132,7 @@ _FACTS: tuple[TraceFact, ...] = (
     elementwise_chains,
     product_kernels.partial_waves,
     cpu_ops.slow_arithmetic,
+    value_reads.value_reads,
     cpu_ops.casts,
     cpu_ops.small_ops,
     cpu_ops.anomaly_checks,

@@ -36,7 +36,8 @@ _MIN_CALLS = 4  # of a kind in a trace
 _SMALL_NS = 20_000
 _SMALL_BYTES = 64 << 10
 _MANY = 200  # calls of one kind in a step: loops over the parameters of a healthy model have 10 to 50
-_MAX_PAUSE_NS = 100_000  # longer pauses between ops are Python's
+MAX_PAUSE_NS = 100_000
+"""Longest pause between ops that counts as part of the second one; longer ones are Python's."""
 _VIEWS = ("aten::split", "aten::split_with_sizes", "aten::unbind", "aten::chunk", "aten::tensor_split")
 _ANOMALY_CHECKS = r"^aten::(isnan|_is_any_true|any|item|is_nonzero)$"
 _ALLOCATES = r"^aten::(new_)?_?empty|^aten::resize_"
@@ -53,7 +54,7 @@ def slow_arithmetic(trace: Trace) -> pl.DataFrame:
     quartile over kinds of calls (operator, shapes) of each one's median. Calls of a kind are slow if their median takes
     five times as long as usual. Sizes are alike within a factor of 4.
     """
-    calls = _calls(trace)
+    calls = calls_with_inputs(trace)
     name = pl.col("name").str.strip_prefix("aten::").str.strip_suffix("_")
     arithmetic = calls.filter(name.is_in(_ARITHMETIC))
     if arithmetic.is_empty():
@@ -95,7 +96,7 @@ def casts(trace: Trace) -> pl.DataFrame:
     ).filter(pl.col("name") == "aten::copy_", pl.col("cast_to") != pl.col("cast_from"), pl.col("row") >= 0)  # fmt: skip
     is_tensor = ~pl.col("shapes").str.starts_with("[[]")  # numbers are cast within arithmetic
     copies = copies.filter(is_tensor, pl.col("cast_from").is_in(_FLOATING), pl.col("cast_to").is_in(_FLOATING))
-    calls = _calls(trace).drop("shapes").join(copies.drop("name").unique("row", keep="first"), on="row")
+    calls = calls_with_inputs(trace).drop("shapes").join(copies.drop("name").unique("row", keep="first"), on="row")
     calls = calls.sort("lane", "start_ns", maintain_order=True)
     reverts = [
         (pl.col("cast_from") == pl.col("cast_to").shift(by).over("lane"))
@@ -120,7 +121,7 @@ def small_ops(trace: Trace) -> pl.DataFrame:
     Ops are small if a call of the same operator and shapes takes less than 20 µs in the median and moves less than 64
     KiB; there are 200 such calls or more in the step. One op on all of the data replaces them.
     """
-    calls = _calls(trace).sort("lane", "start_ns", maintain_order=True)
+    calls = calls_with_inputs(trace).sort("lane", "start_ns", maintain_order=True)
     kind = ["step", "name", "shapes"]
     is_many = pl.len().over(kind) >= _MANY
     is_small = (pl.col("dur_ns").median().over(kind) < _SMALL_NS) & pl.col("dtypes").is_not_null()
@@ -158,7 +159,7 @@ def anomaly_checks(trace: Trace) -> pl.DataFrame:
     if checks.is_empty():
         return schema.empty(COLUMNS)
     checks = checks.with_columns(saved_ns=pl.col("dur_ns") + pl.col("pause_ns"))
-    stacks = _within_calls(trace, calls, _stack_ns(trace))
+    stacks = _withincalls_with_inputs(trace, calls, _stack_ns(trace))
     return schema.conform(pl.concat([checks, stacks.select(checks.columns)]).with_columns(op="name"), COLUMNS)
 
 
@@ -182,7 +183,7 @@ def deterministic_fills(trace: Trace) -> pl.DataFrame:
         return schema.empty(COLUMNS)
     if not trace.on_device:
         fill_ns = np.where(is_fill, trace.ops["dur_ns"].to_numpy(), 0)
-        fills = _within_calls(trace, _computing(trace), fill_ns)
+        fills = _withincalls_with_inputs(trace, _computing(trace), fill_ns)
         return schema.conform(fills.with_columns(op="name"), COLUMNS)
     row = kernels.innermost_op(trace)
     is_filling = is_fill[np.maximum(row, 0)] & (row >= 0)
@@ -193,7 +194,7 @@ def deterministic_fills(trace: Trace) -> pl.DataFrame:
 
 
 @memoize
-def _calls(trace: Trace) -> pl.DataFrame:
+def calls_with_inputs(trace: Trace) -> pl.DataFrame:
     """Ops as `_computing` with their inputs (_CALL). Empty where a device was recorded, or no shapes."""
     inputs = trace.ops.select("id", *_CALL[1:]).rename({"id": "launch_id"})
     calls = _computing(trace).filter(not trace.on_device)
@@ -209,13 +210,13 @@ def _computing(trace: Trace) -> pl.DataFrame:
         rows.filter(kind="compute")
         .sort("lane", "start_ns")
         .with_columns(
-            pl.when(before_ns < _MAX_PAUSE_NS).then(before_ns).otherwise(0).fill_null(0).clip(0).alias("pause_ns")
+            pl.when(before_ns < MAX_PAUSE_NS).then(before_ns).otherwise(0).fill_null(0).clip(0).alias("pause_ns")
         )
     )
     return paused.filter(trace.in_steps).rename({"id": "activity_id"}).with_columns(device=pl.lit(None, pl.Int64))
 
 
-def _within_calls(trace: Trace, calls: pl.DataFrame, part_ns: nesting.Ints) -> pl.DataFrame:
+def _withincalls_with_inputs(trace: Trace, calls: pl.DataFrame, part_ns: nesting.Ints) -> pl.DataFrame:
     """The calls that contain a part of ops' time, shape (ops,) in ns, with its sum as saved_ns."""
     outermost = np.zeros(trace.ops.height, np.bool_)
     outermost[calls.filter(pl.col("row") >= 0)["row"].to_numpy()] = True

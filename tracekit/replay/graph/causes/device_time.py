@@ -129,6 +129,17 @@ SLOW_ARITHMETIC = Cause(
 )  # fmt: skip
 
 
+VALUE_READS = Cause(
+    name="value-reads",
+    loss="reads of tensor values by Python",
+    codes=("HOST002",), kind=Kind.COMPUTE,
+    transform=partial(without_avoidable_time, cause=avoidable_time.VALUE_READ), place=10, confidence=0.8,
+    is_attainable=True,
+    summary="Python reads no values of tensors on a CPU run",
+    basis="ops that give values to Python, and copies and reductions directly before them that backward does not need",
+)  # fmt: skip
+
+
 CASTS = Cause(
     name="casts",
     loss="conversions of element types",
