@@ -294,7 +294,8 @@ def test_an_upper_bound_is_shown_as_one():
     (bound,) = (found for found in opened.report.findings if found.is_upper_bound)
     largest = max(found.impact for found in opened.report.findings)
     assert (bound.code, bound.impact) == ("STREAM002", largest), "the sample has a bound above all measured costs"
-    assert f"it costs up to {units.duration(bound.cost_ns)} a step ({units.share(bound.impact)})" in bound.sentence
+    cost, mean = units.duration(bound.cost_ns), units.duration(breakdown.mean_step_ns(opened.run) or 0)
+    assert f"it costs up to {cost} of {mean} a step ({units.share(bound.impact)})" in bound.sentence
     bars = html_fragments.potential_savings(opened.report.findings, None)
     assert bars.index("exposed-communication") < bars.index("straggler") < bars.index("serialized-streams")
     assert f"<b>up to {units.duration(bound.cost_ns)}</b>" in bars
