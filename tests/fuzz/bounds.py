@@ -94,6 +94,10 @@ def _file(name: str, content: Callable[[], bytes]) -> Make:
     return lambda _: {name: content()}
 
 
+def _with_trace(name: str, content: Callable[[], bytes]) -> Make:
+    return lambda _: {"rank00000.pt.trace.json": _trace(), name: content()}
+
+
 def _trace() -> bytes:
     return json.dumps(kineto_files.trace(0, steps=3)).encode()
 
@@ -145,6 +149,20 @@ def _metadata(fqn: Callable[[], Any], count: int) -> bytes:
     return pickle.dumps(metadata.Metadata({}, None, places))
 
 
+def _objects(count: int) -> bytes:
+    """A list of so many objects, in which each value takes the most memory for its bytes."""
+    return b"[" + b'{"":0},' * count + b"{}]"
+
+
+def _safetensors(header: bytes) -> bytes:
+    return len(header).to_bytes(8, "little") + header
+
+
+def shared_metadata() -> bytes:
+    """Metadata of a checkpoint whose names are one list with 10 million values."""
+    return _metadata(lambda: _shared(7, 10), 100)
+
+
 def _shared(levels: int, width: int) -> Any:
     shared: Any = ["x"]
     for _ in range(levels):
@@ -194,6 +212,7 @@ def _seal(files: Any) -> bytes:
 
 
 _CHECK = ("check", "{folder}", "--no-cache")
+_HANG = ("hang", "{folder}")
 _CHECKPOINT = ("checkpoint", "verify", "{folder}")
 _MEMORY = ("memory", "{folder}/a.pickle")
 _SCRUB = ("scrub", "{folder}", "{folder}-out")
@@ -233,8 +252,55 @@ ROWS: Mapping[str, tuple[tuple[str, ...], Make]] = {
     "snapshot with a shared pool id": (_MEMORY, _file("a.pickle", lambda: shared_snapshot(6, 12, "segment_pool_id"))),
     "snapshot with shared blocks": (_MEMORY, _file("a.pickle", lambda: shared_snapshot(7, 10, "blocks"))),
     "snapshot with a shared odd key": (_MEMORY, _file("a.pickle", lambda: shared_snapshot(9, 10, "more"))),
-    "metadata with shared names": (_CHECKPOINT, _file(".metadata", lambda: _metadata(lambda: _shared(7, 10), 100))),
+    "metadata with shared names": (_CHECKPOINT, _file(".metadata", shared_metadata)),
     "metadata with a long shared name": (_CHECKPOINT, _file(".metadata", lambda: _metadata(lambda: "w" * MIB, 3000))),
+    "metadata that builds 40 million lists": (
+        _CHECKPOINT, _file(".metadata", lambda: pickle.PROTO + b"\x04](" + b"]" * 40_000_000 + b"e.")
+    ),
+    "snapshot with 20 million segments": (
+        _MEMORY, _file("a.pickle", lambda: pickle.PROTO + b"\x04](" + b"}" * 20_000_000 + b"e.")
+    ),
+    "snapshot of 19 kB that unpacks to 20 million segments": (
+        _MEMORY,
+        _file("a.pickle", lambda: gzip.compress(pickle.PROTO + b"\x04](" + b"}" * 20_000_000 + b"e.")),
+    ),
+    "hang dump (pickle) with 20 million entries": (
+        _HANG, _file("nccl_trace_rank_0", lambda: pickle.PROTO + b"\x04](" + b"}" * 20_000_000 + b"e.")
+    ),
+    "hang dump (JSON) with 20 million entries": (
+        _HANG,
+        _file("rank_0.json", lambda: b'{"version":"2.5","entries":' + _objects(20_000_000) + b"}"),
+    ),
+    "hang dump (JSON) of 200 levels": (
+        _HANG, _file("rank_0.json", lambda: b'{"version":"2.5","entries":' + b"[" * 200 + b"]" * 200 + b"}")
+    ),
+    "seal with 20 million files": (
+        _CHECKPOINT, _file("seal.json", lambda: b'{"sha256":"0","files":' + _objects(20_000_000) + b"}")
+    ),
+    "index with 20 million places": (
+        _CHECKPOINT,
+        _file("model.safetensors.index.json", lambda: b'{"weight_map":' + _objects(20_000_000) + b"}"),
+    ),
+    "safetensors header with 12 million values": (
+        _CHECKPOINT, _file("a.safetensors", lambda: _safetensors(b'{"a":' + _objects(12_000_000) + b"}"))
+    ),
+    "metrics log with 20 million empty lines": (
+        _CHECK, _with_trace("rank00000.metrics.jsonl", lambda: b"{}\n" * 20_000_000)
+    ),
+    "metrics log with a line of 10 million values": (
+        _CHECK, _with_trace("rank00000.metrics.jsonl", lambda: b'{"step":1,"a":' + _objects(10_000_000) + b"}\n")
+    ),
+    "metrics log with 200,000 steps of 4 values": (
+        _CHECK,
+        _with_trace(
+            "rank00000.metrics.jsonl",
+            lambda: b"".join(b'{"step":%d,"a":1,"b":2,"c":3,"d":4}\n' % step for step in range(200_000)),
+        ),
+    ),
+    "saved report with 20 million values": (
+        ("compare", "{folder}/a.json", "{folder}/a.json"),
+        _file("a.json", lambda: b'{"schema":"tracekit.report/1","findings":' + _objects(20_000_000) + b"}"),
+    ),
     "checkpoint whose seal is a pipe": (_CHECKPOINT, _pipe("seal.json", {"a.pt": b"x"})),
     "checkpoint whose metadata is a link to /dev/zero": (_CHECKPOINT, _link(".metadata", {"__0_0.distcp": b"x"})),
     "checkpoint whose index is a pipe": (_CHECKPOINT, _pipe("model.safetensors.index.json", {"a.pt": b"x"})),

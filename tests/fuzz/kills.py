@@ -1,10 +1,12 @@
 """Kill commands at any moment, then state whether something durable was lost and whether the next start works.
 
     python -m tests.fuzz.kills --rounds 1000 --jobs 2
+    python -m tests.fuzz.kills --rounds 100 --pairs
 
 Each round copies a folder with a run, a baseline and a history, starts a command on it and kills it: before a random
 operation on a file, or after a random CPU time (`tests.fuzz.killed`). Then what was there before must be there, files
-that were written must be whole or not there, and the same command must end as if nothing had happened.
+that were written must be whole or not there, and the same command must end as if nothing had happened. With `--pairs`,
+two commands run in the folder at the same time, and both are killed.
 """
 
 import argparse
@@ -19,8 +21,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,26 +48,26 @@ class Command:
 
 @dataclass(frozen=True)
 class Round:
-    """One kill: the command, its moment, what was wrong afterwards."""
+    """The kills of a round: commands, their moments, how many were killed before their end, and what was wrong."""
 
     command: str
-    mode: str
-    number: int
-    was_killed: bool
+    moments: tuple[tuple[str, int], ...]
+    killed_count: int
     problem: str | None
 
 
 class Place:
     """The folder that rounds copy, what each command makes of it, and how long each takes."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, names: Sequence[str] | None = None) -> None:
+        """Prepare the rounds of these commands; of all by default."""
         self._folder = folder
         self._before = folder / "before"
         self._made: dict[str, Path] = {}
         self.lengths: dict[str, tuple[int, int]] = {}
-        self._prepare()
+        self._prepare(COMMANDS if names is None else names)
 
-    def _prepare(self) -> None:
+    def _prepare(self, names: Iterable[str]) -> None:
         for name, starts_us in ((RUN, 100.0), (OTHER, 140.0)):
             for rank in (0, 1):
                 trace = kineto_files.trace(rank, start_us=starts_us + rank, steps=6)
@@ -77,29 +79,41 @@ class Place:
         ):
             ended = run(self._before, command)
             assert ended.returncode in (0, 1), ended.stderr
-        for name, command in COMMANDS.items():
+        for name in names:
             self._made[name] = shutil.copytree(self._before, self._folder / name.replace(" ", "-"))
-            ended = run(self._made[name], command.arguments, "count", 0)
+            ended = run(self._made[name], COMMANDS[name].arguments, "count", 0)
             assert ended.returncode in (0, 1), ended.stderr
             operations, cpu_us = ended.stderr.split()[-2:]
             self.lengths[name] = int(operations), int(cpu_us)
 
-    def kill(self, name: str, seed: int) -> Round:
-        """Kill a command at the moment that the seed draws."""
+    def kill(self, names: Sequence[str], seed: int) -> Round:
+        """Kill a command, or several that run at the same time, each at a moment that the seed draws."""
         drawn = random.Random(seed)
-        operations, cpu_us = self.lengths[name]
-        mode = drawn.choice(("operation", "cpu"))
-        number = drawn.randrange(operations) if mode == "operation" else drawn.randrange(1, cpu_us)
+        moments = [self._moment(name, drawn) for name in names]
         folder = self._folder / f"round-{seed}"
         shutil.copytree(self._before, folder)
         try:
-            ended = run(folder, COMMANDS[name].arguments, mode, number)
-            problem = COMMANDS[name].problem(folder, self._made[name])
-            if problem is None and ended.returncode >= 0 and ended.returncode not in (0, 1):
-                problem = f"ended with {ended.returncode}: {ended.stderr[-300:]}"
-            return Round(name, mode, number, ended.returncode < 0, problem)
+            with ThreadPoolExecutor(len(names)) as threads:
+                started = [
+                    threads.submit(run, folder, COMMANDS[name].arguments, mode, number)
+                    for name, (mode, number) in zip(names, moments, strict=True)
+                ]
+                processes = [process.result() for process in started]
+            problems = [COMMANDS[name].problem(folder, self._made[name]) for name in dict.fromkeys(names)]
+            problems += [
+                f"{name} ended with {process.returncode}: {process.stderr[-300:]}"
+                for name, process in zip(names, processes, strict=True)
+                if process.returncode > 1
+            ]
+            killed_count = sum(process.returncode < 0 for process in processes)
+            return Round(" + ".join(names), tuple(moments), killed_count, next(filter(None, problems), None))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+    def _moment(self, name: str, drawn: random.Random) -> tuple[str, int]:
+        operations, cpu_us = self.lengths[name]
+        mode = drawn.choice(("operation", "cpu"))
+        return mode, drawn.randrange(operations) if mode == "operation" else drawn.randrange(1, cpu_us)
 
 
 def run(
@@ -217,6 +231,17 @@ COMMANDS = {
     "export": Command(("export", RUN, "--out", OUT), _exported),
 }
 
+PAIRS = (
+    ("history add", "history add"),
+    ("baseline save", "baseline save"),
+    ("check", "check"),
+    ("check", "cache clear"),
+    ("history add", "baseline save"),
+    ("scrub", "check"),
+    ("export", "export"),
+)
+"""Commands that write to one file, or to one cache."""
+
 
 def main() -> int:
     """Run the command; return 1 if something was lost."""
@@ -228,8 +253,9 @@ def main() -> int:
         "--seed", type=int, default=time.time_ns() // 10**9, help="of the first round (default: the time)"
     )
     parser.add_argument("--command", action="append", choices=COMMANDS, help="kill only this one; repeatable")
+    parser.add_argument("--pairs", action="store_true", help="two commands at the same time")
     options = parser.parse_args()
-    names = options.command or list(COMMANDS)
+    commands = PAIRS if options.pairs else [(name,) for name in options.command or COMMANDS]
     deadline = time.monotonic() + options.seconds
     spawn = multiprocessing.get_context("spawn")
     with (
@@ -239,10 +265,10 @@ def main() -> int:
         place = Place(Path(folder))
         seeds = range(options.seed, options.seed + options.rounds)
         rounds = []
-        for done in processes.map(place.kill, itertools.islice(itertools.cycle(names), options.rounds), seeds):
+        for done in processes.map(place.kill, itertools.islice(itertools.cycle(commands), options.rounds), seeds):
             rounds.append(done)
             if done.problem:
-                print(f"{done.command}, {done.mode} {done.number}: {done.problem}", flush=True)
+                print(f"{done.command}, {done.moments}: {done.problem}", flush=True)
             if time.monotonic() > deadline:
                 processes.shutdown(cancel_futures=True)
                 break
@@ -251,12 +277,13 @@ def main() -> int:
 
 
 def _table(rounds: Sequence[Round]) -> str:
-    counts = Counter((each.command, each.was_killed, each.problem is not None) for each in rounds)
+    counts, killed, wrong = Counter[str](), Counter[str](), Counter[str]()
+    for done in rounds:
+        counts[done.command] += 1
+        killed[done.command] += done.killed_count
+        wrong[done.command] += done.problem is not None
     lines = ["| command | rounds | killed | lost or broken |", "|---|---|---|---|"]
-    for name in dict.fromkeys(each.command for each in rounds):
-        own = {key[1:]: count for key, count in counts.items() if key[0] == name}
-        killed, wrong = (sum(count for key, count in own.items() if key[part]) for part in (0, 1))
-        lines.append(f"| {name} | {sum(own.values())} | {killed} | {wrong} |")
+    lines += [f"| {name} | {count} | {killed[name]} | {wrong[name]} |" for name, count in counts.items()]
     return "\n".join(lines)
 
 

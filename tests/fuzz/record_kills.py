@@ -1,10 +1,12 @@
 """Kill a recorded training at any moment, a rank or its launcher, and state whether something recorded was lost.
 
     python -m tests.fuzz.record_kills --rounds 100
+    python -m tests.fuzz.record_kills --rounds 100 --two
 
 Each round records a training window after window, and kills one of its processes by SIGKILL: some time after a random
 change in the folder of the run, so that files are being written in many rounds. Traces that were whole before must be
-whole afterwards, logs must still have their lines, and `check` must read the run, or say that it has no trace.
+whole afterwards, logs must still have their lines, and `check` must read the run, or say that it has no trace. With
+`--two`, two recordings that name the same folder are killed at once, and a third must work in it.
 """
 
 import argparse
@@ -28,6 +30,7 @@ from tests.support.python_path import PYTHON_PATH
 
 SCRIPTS = Path(__file__).parents[1] / "integration" / "scripts"
 SINGLE = (sys.executable, str(SCRIPTS / "plain_single.py"), "long")
+OF_20_STEPS = SINGLE[:2]
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 OF_TWO_RANKS = (*TORCHRUN, str(SCRIPTS / "plain_ddp.py"), "--steps", "100000", "--save-at", "0")
 RANK, RECORDER, LAUNCHER = VICTIMS = ("rank", "recorder", "launcher")
@@ -35,6 +38,8 @@ RANK, RECORDER, LAUNCHER = VICTIMS = ("rank", "recorder", "launcher")
 _MAX_CHANGES = 24
 _MAX_DELAY_S = 0.05
 _TIMEOUT_S = 480.0
+_MOST_S = 40
+"""A training whose recorder was killed goes on for so long, at most."""
 
 
 @dataclass(frozen=True)
@@ -74,17 +79,54 @@ def kill(seed: int, *, ranks: int | None = None) -> Round:
         return Round(victim, count, changes, len(_traces(before)), problem)
 
 
+def kill_two(seed: int) -> Round:
+    """Record two trainings into one folder at the same time, kill a process of each, and record a third."""
+    drawn = random.Random(seed)
+    victims = [drawn.choice((RANK, RECORDER)) for _ in range(2)]
+    changes, delay_s = drawn.randrange(1, 2 * _MAX_CHANGES), drawn.random() * _MAX_DELAY_S
+    with tempfile.TemporaryDirectory(prefix="tracekit-record-kill-") as name:
+        folder, runs = Path(name), Path(name) / "runs"
+        processes = [_record(folder, SINGLE, out="runs/run", most_s=_MOST_S) for _ in victims]
+        try:
+            _wait_for_changes(runs, changes, processes[0])
+            time.sleep(delay_s)
+            before = _contents(runs)
+            for victim, process in zip(victims, processes, strict=True):
+                _kill(victim, process.pid)
+            errors = [process.communicate(timeout=_TIMEOUT_S)[1] for process in processes]
+            _wait_for_end(runs)
+        finally:
+            for process in processes:
+                _end(process)
+        problem = _lost(before, runs)
+        for run in sorted(runs.iterdir()) if runs.exists() else ():
+            in_run = {path: content for path, content in before.items() if path.startswith(f"{run.name}/")}
+            problem = problem or _unreadable(run, in_run)
+        left = _contents(runs)
+        third = _record(folder, OF_20_STEPS, out="runs/run")
+        try:
+            third_errors = third.communicate(timeout=_TIMEOUT_S)[1]
+        finally:
+            _end(third)
+        if problem is None and (third.returncode or len(_traces(_contents(runs))) <= len(_traces(left))):
+            problem = f"the next recording ends with {third.returncode}: {third_errors[-300:]}"
+        problem = problem or _lost(left, runs)
+        if problem is None and any("Traceback" in text and "tracekit/" in text for text in errors):
+            problem = f"a recorder failed: {errors}"
+        return Round(" + ".join(victims), 2, changes, len(_traces(before)), problem)
+
+
 # The training ---------------------------------------------------------------------------------------------------------
 
 
-def _record(folder: Path, training: Sequence[str]) -> "subprocess.Popen[str]":
-    options = ("--quiet", "--no-memory", "--steps", "3:5", "--warmup", "1", "--every", "6", "--out", "run")
+def _record(folder: Path, training: Sequence[str], *, out: str = "run", most_s: int = 400) -> "subprocess.Popen[str]":
+    options = ("--quiet", "--no-memory", "--steps", "3:5", "--warmup", "1", "--every", "6", "--out", out)
     scratch = folder / "scratch"
-    scratch.mkdir()
+    scratch.mkdir(exist_ok=True)
     return subprocess.Popen(
         [sys.executable, "-m", "tracekit", "record", *options, "--scratch", str(scratch), "--", *training],
         cwd=folder,
-        env=cli_runner.environment(PYTHONPATH=PYTHON_PATH, SECONDS_AT_MOST="400"),
+        env=cli_runner.environment(PYTHONPATH=PYTHON_PATH, SECONDS_AT_MOST=str(most_s)),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -196,10 +238,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz.record_kills", description=__doc__)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seed", type=int, default=time.time_ns() // 10**9, help="of the first round")
+    parser.add_argument("--two", action="store_true", help="two recordings into one folder")
     options = parser.parse_args()
     rounds = []
     for seed in range(options.seed, options.seed + options.rounds):
-        rounds.append(done := kill(seed))
+        rounds.append(done := kill_two(seed) if options.two else kill(seed))
         print(f"seed {seed}: {done}", flush=True) if done.problem else None
     counts = Counter((each.victim, each.ranks) for each in rounds)
     wrong = Counter((each.victim, each.ranks) for each in rounds if each.problem)

@@ -1,7 +1,10 @@
 """Small files that unpack to much: refused before the memory is used; spaces before a trace cost what they weigh."""
 
 import gzip
+import io
 import json
+import pickle
+import signal
 import tracemalloc
 import zipfile
 from pathlib import Path
@@ -13,11 +16,13 @@ import tracekit
 from tests.fuzz import bounds
 from tests.support import kineto_files
 from tracekit.errors import BadTraceError, ConfigError
-from tracekit.ingest import archives, budget
+from tracekit.ingest import archives, budget, pickle_child, pickles, untrusted_json
 from tracekit.ingest.budget import OverBudgetError
-from tracekit.ingest.readers import memory_snapshots
+from tracekit.ingest.checkpoint_files import formats
+from tracekit.ingest.readers import logs, memory_snapshots
 from tracekit.ingest.readers.kineto import scan
 from tracekit.ingest.readers.perfetto import packets
+from tracekit.ingest.readers.reader import TraceInfo
 
 COUNT = 3_000_000
 EMPTY_PACKETS = b"\x0a\x00" * COUNT
@@ -110,7 +115,7 @@ def test_the_user_can_allow_more(tmp_path: Path, monkeypatch):
 def test_a_snapshot_that_shares_its_containers_is_refused_at_once(tmp_path: Path):
     path = tmp_path / "a.pickle"
     path.write_bytes(bounds.shared_snapshot(9, 10, "segment_pool_id"))
-    with pytest.raises(BadTraceError, match="far more memory"):
+    with pytest.raises(BadTraceError, match="when it is written out"):
         memory_snapshots.read(path)
 
 
@@ -145,3 +150,61 @@ def test_levels_within_a_damaged_event_are_skipped_by_few_parses(tmp_path: Path,
     trace = tracekit.load(path, cache=False).trace(0)
     assert trace.ops["name"].to_list() == ["aten::mm"] * 2
     assert len(parses) < 2_000
+
+
+@pytest.mark.parametrize("kind", [pickle_child.PLAIN, pickle_child.SNAPSHOT])
+def test_a_pickle_that_builds_too_much_states_its_bound_and_the_user_can_allow_more(kind: str, monkeypatch):
+    content = pickle.dumps({"segments": [], "device_traces": [[]]})[:-1] + b"(" + b"}" * 1_200_000 + b"1."
+    monkeypatch.setattr(budget, "_PICKLES", budget._PICKLES._replace(memory_bytes=64 << 20, memory_ratio=1))
+    with pytest.raises(pickles.OverBudgetError, match=rf"\d+ MiB of memory.* {budget.VARIABLE}=2$"):
+        pickles.read(kind, io.BytesIO(content))
+    with pickles.ManyPickles() as many, pytest.raises(pickles.OverBudgetError, match=f"{budget.VARIABLE}=2$"):
+        many.read(kind, content)
+    monkeypatch.setenv(budget.VARIABLE, "4")
+    assert json.loads(pickles.read(kind, io.BytesIO(content))[0])["segments"] == []
+
+
+def test_a_pickle_that_takes_too_long_states_how_to_allow_more():
+    failure = pickles._failure(-signal.SIGXCPU, "")
+    assert isinstance(failure, pickles.OverBudgetError)
+    assert f"{budget.VARIABLE}=2" in str(failure)
+
+
+def test_metadata_over_its_budget_is_unreadable_not_damaged(tmp_path: Path):
+    (tmp_path / ".metadata").write_bytes(bounds.shared_metadata())
+    (problem,) = formats.check_distributed(tmp_path).problems
+    assert (problem.file, problem.is_readable) == (".metadata", False)
+    assert f"{budget.VARIABLE}=2" in problem.what
+
+
+@pytest.mark.parametrize("text", ["[" + '{"":0},' * 999 + "{}]", "[" + "1," * 1999 + "1]"], ids=["objects", "numbers"])
+def test_a_document_has_a_bound_of_values_that_the_user_can_raise(text: str, monkeypatch):
+    monkeypatch.setattr(budget, "LEAST_VALUES", 1000)
+    monkeypatch.setattr(untrusted_json, "_SMALL", 0)
+    for document in (text, text.encode()):
+        with pytest.raises(ValueError, match=f"values; .* {budget.VARIABLE}=2$"):
+            untrusted_json.parse(document)
+    monkeypatch.setenv(budget.VARIABLE, "2")
+    assert untrusted_json.parse(text) == json.loads(text)
+
+
+def test_a_log_with_too_many_lines_is_over_its_budget(tmp_path: Path, monkeypatch):
+    path = tmp_path / "rank00000.metrics.jsonl"
+    path.write_text("{}\n" * 1000 + '{"step": 3, "loss": 2}\n')
+    metrics = logs.MetricsLogs()
+    with monkeypatch.context() as changed:
+        changed.setattr(budget, "LEAST_VALUES", 1000)
+        with pytest.raises(OverBudgetError, match=str(path)):
+            metrics.read(str(path), TraceInfo(), rank=0, window=0)
+    assert metrics.read(str(path), TraceInfo(), rank=0, window=0).metrics.rows() == [(3, "loss", 2.0)]
+
+
+def test_the_user_can_allow_more_levels(monkeypatch):
+    text = "[" * 250 + "]" * 250
+    with pytest.raises(ValueError, match=f"100 levels deep; .* {budget.VARIABLE}=2$"):
+        untrusted_json.parse(text)
+    monkeypatch.setenv(budget.VARIABLE, "3")
+    assert untrusted_json.to_text(untrusted_json.parse(text)) == text
+    monkeypatch.setenv(budget.VARIABLE, "100")
+    with pytest.raises(ValueError, match="400 levels"):
+        untrusted_json.parse("[" * 401 + "]" * 401)

@@ -17,7 +17,7 @@ import pytest
 from tests.fuzz import inputs, runner, specified
 from tests.support import cli_runner, kineto_files
 from tests.support.selection import others_in_accuracy
-from tracekit.ingest import files, untrusted_json
+from tracekit.ingest import budget, files, untrusted_json
 from tracekit.ingest.readers.kineto import header
 
 TRACE = json.dumps(kineto_files.trace(0, 1, steps=2))
@@ -192,7 +192,7 @@ def test_a_step_of_a_wrong_type_in_a_metrics_log_is_left_out_and_said(tmp_path):
     assert "2 values have a wrong type or size and were left out" in done.stdout
 
 
-@pytest.mark.parametrize("depth", [untrusted_json.MAX_DEPTH + 1, 900, 20_000])
+@pytest.mark.parametrize("depth", [budget.MAX_DEPTH + 1, 900, 20_000])
 @pytest.mark.parametrize("brackets", [("[", "]"), ('{"a":', "}")])
 def test_json_beyond_a_depth_is_refused(depth, brackets):
     text = brackets[0] * depth + ("1" if brackets[0] != "[" else "") + brackets[1] * depth
@@ -210,11 +210,11 @@ def test_an_event_beyond_the_depth_ends_the_command_in_one_line(tmp_path, depth,
     (tmp_path / "rank0.json").write_text(text)
     done = cli_runner.tracekit("check", tmp_path / "rank0.json")
     assert (done.returncode, done.stdout) == (2, "")
-    assert f"nested more than {untrusted_json.MAX_DEPTH} levels deep" in cli_runner.only_line(done)
+    assert f"nested more than {budget.MAX_DEPTH} levels deep" in cli_runner.only_line(done)
 
 
 def test_json_at_the_depth_is_read():
-    depth = untrusted_json.MAX_DEPTH
+    depth = budget.MAX_DEPTH
     assert untrusted_json.parse("[" * depth + "]" * depth)
     assert untrusted_json.parse(json.dumps("[" * 500)) == "[" * 500
 

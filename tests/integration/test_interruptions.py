@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz import record_kills, together
+from tests.fuzz import kills, record_kills, together
 from tests.support import cli_runner, kineto_files
 from tests.support.selection import others_in_accuracy
 from tracekit.regression.history import store
@@ -26,6 +26,24 @@ from tracekit.regression.history import store
 @pytest.mark.parametrize("seed", [3000])
 def test_what_was_recorded_before_a_kill_stays_readable(seed: int) -> None:
     done = record_kills.kill(seed, ranks=1)
+    assert done.problem is None, done
+
+
+def test_two_commands_that_are_killed_on_one_history_lose_nothing(tmp_path: Path) -> None:
+    done = kills.Place(tmp_path, ["history add"]).kill(("history add", "history add"), 4700)
+    assert (done.problem, done.killed_count > 0) == (None, True)
+
+
+@pytest.mark.accuracy
+def test_two_commands_that_are_killed_on_one_file_lose_nothing(tmp_path: Path) -> None:
+    place = kills.Place(tmp_path)
+    rounds = [place.kill(pair, 4701 + number) for number, pair in enumerate(kills.PAIRS)]
+    assert [done.problem for done in rounds] == [None] * len(kills.PAIRS)
+
+
+@pytest.mark.accuracy
+def test_two_recordings_into_one_folder_that_are_killed_lose_nothing() -> None:
+    done = record_kills.kill_two(4700)
     assert done.problem is None, done
 
 

@@ -71,6 +71,26 @@ def test_what_only_resembles_a_secret_stays(value):
         assert redact(shape) == shape
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["mysql", "-u", "root", "-ph4zelnut", "db"],
+        ["srun", "/usr/bin/sshpass", "-p", "h4zelnut", "ssh", "node3"],
+        ["redis-cli", "-a", "h4zelnut", "ping"],
+        ["aws", "configure", "set", "aws_secret_access_key", "h4zelnut"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_password_among_the_arguments_of_a_command_is_replaced_and_nothing_else(arguments):
+    assert redact(arguments) == [part.replace("h4zelnut", redaction.REDACTED) for part in arguments]
+    assert redact({"other": ["mysql", 1], "n": arguments})["n"] == redact(arguments)
+
+
+def test_tokens_by_the_form_of_their_issuer_are_replaced():
+    tokens = ("sk.eyJ1Ijoic29tZWJvZHkiLCJhIjoiY2x4.Zx8kqW2LmN4rT6yB", "e2b_3f9c17a2b4d6e8f0a1c3e5b7d9f1a3c5e7b9d1f3")
+    assert [redact([f"use {token} now"]) for token in tokens] == [["use [redacted] now"]] * 2
+
+
 def test_scrubbed_runs_hold_no_secret(tmp_path):
     done = scrub(write_run(tmp_path / "run"), tmp_path / "out")
     assert not done.left_out

@@ -7,10 +7,12 @@ known: a password that is a plain word without a name, a key that looks like the
 The patterns run on each distinct string of a text once: traces repeat few strings millions of times.
 """
 
+import bisect
 import itertools
 import json
 import math
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator
 
@@ -20,10 +22,15 @@ REDACTED = "[redacted]"
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _SECRET_WORDS = frozenset((
     "auth", "authorization", "bearer", "cookie", "cookies", "cred", "credential", "credentials", "creds",
-    "dockerconfigjson", "dsn", "htpasswd", "jwt", "key", "keys", "motdepasse", "netrc", "oauth", "otp", "pass",
-    "passcode", "passkey", "passphrase", "passwd", "password", "passwords", "passwort", "pat", "psw", "pswd", "pw",
-    "pwd", "pwhash", "sas", "secret", "secrets", "sessionid", "sig", "signature", "token", "webhook", "xsrf",
+    "dockerconfigjson", "dsn", "htpasswd", "jwt", "key", "keys", "netrc", "oauth", "otp", "pass",
+    "passcode", "passkey", "passphrase", "passwd", "password", "passwords", "passwort", "pat", "psk", "psw", "pswd",
+    "pw", "pwd", "pwhash", "sas", "secret", "secrets", "sessionid", "sig", "signature", "token", "webhook", "xsrf",
+    "clave", "contrasena", "haslo", "heslo", "kennwort", "losenord", "parola", "salasana", "senha", "wachtwoord",
 ))  # fmt: skip
+_SECRET_PHRASES = (
+    "accesscode", "authcode", "motdepasse", "palavrapasse", "pincode", "recoverycode", "secretid", "verificationcode",
+)  # fmt: skip
+"""Names of several words, of which none alone says so."""
 _SECRET_ENDINGS = (
     "token", "password", "passwd", "passphrase", "pass", "pwd", "secret", "secrets", "credential", "credentials",
     "apikey", "accesskey", "authkey", "secretkey", "privatekey", "encryptionkey", "signingkey", "cookie", "webhook",
@@ -56,7 +63,7 @@ _NOT_BEFORE = {
 _NOT_BEFORE["keys"] = _NOT_BEFORE["key"]
 _NOT_AFTER = {"key": frozenset(("value", "values", "query", "padding"))}
 _LOGINS = frozenset(["credentials", "creds", "login", "user", "userpwd", "username", "proxyuser"])
-_NAME = re.compile(r"[-+~/]{0,2}[A-Za-z_$][\w.:$\[\]-]{0,99}\Z")
+_NAME = re.compile(r"[-+~/]{0,2}(?:[^\W\d]|[_$])[\w.:$\[\]-]{0,99}\Z")
 _FLAG = re.compile(r"-{1,2}[A-Za-z]")
 _HEADERS = re.compile(
     r"(?:proxy-)?authorization|(?:set-)?cookie2?|x-[\w-]*(?:auth|key|token|secret|signature)[\w-]*", re.IGNORECASE
@@ -70,7 +77,7 @@ _FORMS = re.compile(
         (
             # Tokens that begin with the name of who issued them.
             r"(?<![A-Za-z0-9])(?:hf|npm|gh[pousr]|glsa|glc|shp(?:at|ss|ca|pa)|api_org|gsk|r8|fw|nfp|pnu|rdme|ntn|sgp|phc|phx|"
-            r"figd|ops|secret|whsec|sbp|rpa|KGAT|bkua|aph0|sntry[su]|rubygems|lin_api|CLOJARS|EZ[AT]K|[rsp]k_(?:live|test|prod)|key_live)_"
+            r"figd|ops|secret|e2b|whsec|sbp|rpa|KGAT|bkua|aph0|sntry[su]|rubygems|lin_api|CLOJARS|EZ[AT]K|[rsp]k_(?:live|test|prod)|key_live)_"
             r"(?=[A-Za-z0-9]*\d)[A-Za-z0-9]{16,}[\w=+/-]*",
             r"(?<![A-Za-z0-9])(?:github_pat|dckr_[po]at|d[oopr]{2}_v1|pscale_(?:tkn|pw|oauth)|lsv2_(?:pt|sk)|tgp_v1|jina|"
             r"wandb_v1|pcsk|CCIPAT|duffel_(?:test|live)|FLWSECK(?:_TEST)?)_(?=\w*\d)[\w-]{16,}",
@@ -87,6 +94,7 @@ _FORMS = re.compile(
             r"(?<![A-Z0-9])(?:A3T[A-Z0-9]|AKIA|ASIA|ABIA|ACCA|AGPA|AIDA|AROA|ANPA|ANVA)[A-Z0-9]{16}(?![A-Z0-9])",
             r"(?<![\w~.-])[\w~.]{3}\dQ~[\w~.-]{31,34}(?![\w~.-])",  # a client of Azure
             r"(?<![\w.-])[MNO][\w-]{23,25}\.[\w-]{6}\.[\w-]{27,38}(?![\w-])",  # a bot of Discord
+            r"(?<![\w.-])[ps]k\.eyJ[\w-]{16,}\.[\w-]{16,}",
             r"(?<![\w.-])eyJ[\w-]{6,}(?:\.[\w=+/-]*){0,4}",  # JSON web tokens, and other JSON in base64
             r"-----BEGIN[ ][A-Z0-9 ]*PRIVATE[ ]KEY(?:[ ]BLOCK)?-----(?:(?!-----END).)*(?:-----END[A-Z0-9 ]*-----)?",
             r"PuTTY-User-Key-File-\d.*",
@@ -105,7 +113,7 @@ _FORMS = re.compile(
 _URL_LOGIN = re.compile(r"(?<=://)(?:[^\s/@:\"'<>]*:[^\s\"'<>]*|[^\s/@:\"'<>]+)(?=@[\w\[<])")
 _BARE_LOGIN = re.compile(r"(?<![\w./:@<-])[\w.+-]+:([^\s:@/\"'<>]{3,})(?=@(?!sha\d)[\w.-]+)")
 _ASSIGNMENT = re.compile(
-    r"(?P<name>[A-Za-z_$][\w.$-]*(?:\[\w*\])?)[\]\\\"'`]*(?P<sign>\s*(?::=|=>|==?|%3[Dd]|(?<!:):(?!:))\s*)(?=(?P<rest>.))",
+    r"(?P<name>(?:[^\W\d]|[_$])[\w.$-]*(?:\[\w*\])?)[\]\\\"'`]*(?P<sign>\s*(?::=|=>|==?|%3[Dd]|(?<!:):(?!:))\s*)(?=(?P<rest>.))",
     re.DOTALL,
 )
 _QUOTED = re.compile(r"(\\*[\"'`])((?:(?!\1).|(?<=\\)\1)*)(?<!\\)\1", re.DOTALL)
@@ -125,15 +133,39 @@ _LOGIN_COMMAND = re.compile(
             r"\bmysql(?:dump|admin)?\b[^|;&\r\n]{0,200}?\s-p([^\s|;&]+)",
             r"\bzip\s(?:[^|;&\r\n]{0,200}?\s)?-P\s+([^\s|;&]+)",
             r"\bredis-cli\b[^|;&\r\n]{0,200}?\s-a\s+([^\s|;&]+)",
+            r"\bopenssl\b[^|;&\r\n]{0,200}?\s-k\s+([^\s|;&]+)",
+            r"\bmc\s+(?:alias|config)\s[^|;&\r\n]{0,200}?://\S+\s+\S+\s+([^\s|;&]+)",
+            # A setting without a sign: of redis, `aws configure set`.
+            r"(?<![\w-])(?:requirepass|masterauth|[A-Za-z]\w*_(?:password|passwd|secret|secret_(?:access_)?key|api_key|(?:access|auth)_token))"
+            r"[ \t]+(?=\S*\d)(?=\S*[A-Za-z])([^\s'\"=:]{6,})",
             r"\bmachine\s+\S{1,200}\s+login\s+\S{1,200}\s+password\s+(\S+)",
             r"\bjdbc:oracle:\w+:[^/\s]{1,200}/([^@\s]+)@",
             r"\bdigest\s[^\r\n]{0,500}?\bresponse=\\?\"([^\"\\]+)",
-            r"\b(?:password|passphrase|passcode)\s+is\s+(?=\S*\d)(\S+)",
+            r"\bcredentials?\s*[:=]\s*\w+/(?=\S*\d)([^\s/'\"]{6,})",
+            r"\b(?:password|passphrase|passcode)\s+for\s+[^:\r\n]{1,200}:\s+(\S{4,})",
+            # Prose: "the API key is …", "with password … for bob".
+            r"\b(?:password|passphrase|passcode|token|secret|(?:api|access|secret|private|auth)[ _-]?key)\s+(?:is|was)"
+            r"\s+['\"]?(?=\S*\d)(?=\S*[A-Za-z])([^\s'\"]{6,})",
+            r"\b(?:with|using|use|uses|try|trying)\s+(?:the\s+|a\s+)?(?:password|passphrase|passcode|api[ _-]?key)\s+"
+            r"['\"]?(?=\S*\d)(?=\S*[A-Za-z])([^\s'\"]{6,})",
         )
     ),
     re.IGNORECASE,
 )
 _SHELL_VARIABLE = re.compile(r"\b(?:setenv|set\s+-\w+)\s+(?P<name>\w+)\s+(?P<rest>\S)")
+_COMMANDS_WITH_LOGIN = frozenset((
+    b"aws", b"az", b"crane", b"docker", b"mc", b"mysql", b"mysqladmin", b"mysqldump", b"nerdctl", b"oc", b"openssl",
+    b"podman", b"redis-cli", b"skopeo", b"sshpass", b"zip",
+))  # fmt: skip
+_NAME_AND_VALUE = re.compile(
+    r"\b(?:name|key|variable)[\"']?\s*[:=]\s*[\"']?(?P<name>[A-Za-z_][\w.-]*)[\"']?\s*,?\s*"
+    r"(?<![\w.-])[\"']?value[\"']?\s*[:=]\s*(?P<rest>\S)"
+)
+# YAML: a tag, or a block of lines, before the value.
+_YAML_BLOCK = re.compile(
+    r"(?:!\w+[ \t]+)?[|>][-+\d]*[ \t]*\r?\n(?P<indent>[ \t]+)[^\r\n]+(?:\r?\n(?P=indent)[^\r\n]+)*"
+)
+_YAML_TAG = re.compile(r"!\w+[ \t]+")
 _ATTRIBUTE = re.compile(
     r"""<[^<>]{0,200}?\b(?:key|name|type|id)=\\?["']([\w.:-]+)\\?["'][^<>]{0,200}?\bvalue=\\?["']([^"'<>\\]+)"""
 )
@@ -195,6 +227,7 @@ class Redactor:
         self._placeholder = placeholder
         self._seen: set[bytes] = set()
         self._names: dict[bytes, str] = {}
+        self._commands: set[bytes] = set()
         self._clean: dict[bytes, bytes] = {}
         self._nesting = 0
 
@@ -212,8 +245,11 @@ class Redactor:
         for raw in strings - self._seen:
             self._inspect(raw)
         names = [(raw, self._names[raw]) for raw in strings & self._names.keys()]
+        replacements = [*self._replacements(text, names)]
+        for command in strings & self._commands:
+            replacements += self._in_command(text, b'"%b"' % command)
         parts, end = [], 0
-        for start, stop, new in sorted(self._replacements(text, names)):
+        for start, stop, new in sorted(replacements):
             if start >= end:
                 parts += [text[end:start], new]
                 end = stop
@@ -246,6 +282,8 @@ class Redactor:
         self._seen.add(raw)
         if not _HAS_WORD.search(raw):
             return
+        if raw.rpartition(b"/")[2] in _COMMANDS_WITH_LOGIN:
+            self._commands.add(raw)
         text = decode(raw)
         kind = kind_of_name(text)
         if kind is not None:
@@ -282,6 +320,29 @@ class Redactor:
                 elif (comma := _COMMA.match(text, after)) is not None:
                     yield from self._next_in_list(text, comma.end(), kind, is_flag=raw.startswith(b"-"))
                 at = text.find(written, after)
+
+    def _in_command(self, text: bytes, command: bytes) -> Iterator[tuple[int, int, bytes]]:
+        """Replacements in lists of arguments that begin with a command whose options take a password."""
+        at = text.find(command)
+        while at >= 0:
+            strings, pos = [], at
+            while (string := STRING.match(text, pos)) is not None:
+                strings.append(string)
+                comma = _COMMA.match(text, string.end())
+                if comma is None:
+                    break
+                pos = comma.end()
+            words = [decode(string[1]) for string in strings]
+            starts = list(itertools.accumulate((len(word) + 1 for word in words), initial=0))
+            for match in _LOGIN_COMMAND.finditer(" ".join(words)):
+                begin, end = match.span(match.lastindex or 0)
+                number = bisect.bisect_right(starts, begin) - 1
+                begin, end = begin - starts[number], min(end - starts[number], len(words[number]))
+                secret = words[number][begin:end]
+                if not is_harmless(secret):
+                    clean = words[number][:begin] + self._placeholder(secret, True) + words[number][end:]
+                    yield *strings[number].span(1), _encode(clean)
+            at = text.find(command, at + len(command))
 
     def _value(self, text: bytes, pos: int, kind: str) -> Iterator[tuple[int, int, bytes]]:
         """Replacements in the value that begins at a place: its strings, and its numbers if `kind` is SECRET."""
@@ -335,9 +396,11 @@ def kind_of_name(name: str) -> str | None:
     """
     if not _NAME.match(name):
         return None
-    words = [word.lower() for word in _WORDS.findall(name)]
+    words = _words_of_name(name)
     if not words:
         return None
+    if "".join(words).endswith(_SECRET_PHRASES):
+        return SECRET
     if "".join(words) in _LOGINS or words[-1] in ("login", "userpwd") or name == "-u":
         return LOGIN
     if words[-1] in _DESCRIPTIONS and words[-3:] != ["access", "key", "id"]:
@@ -352,6 +415,15 @@ def kind_of_name(name: str) -> str | None:
             continue
         return AMBIGUOUS if len(words) == 1 and word in _AMBIGUOUS else SECRET
     return None
+
+
+def _words_of_name(name: str) -> list[str]:
+    """Lower-case words of a name, without accents, and without `value` after a secret: `token_value` is the token."""
+    if not name.isascii():
+        name = "".join(letter for letter in unicodedata.normalize("NFKD", name) if not unicodedata.combining(letter))
+    words = [word.lower() for word in _WORDS.findall(name)]
+    is_of_value = len(words) > 1 and words[-1] == "value" and words[-2] not in _NOT_AFTER
+    return words[:-1] if is_of_value else words
 
 
 def safe_end(text: bytes) -> int:
@@ -414,7 +486,7 @@ def _spans(text: str) -> Iterator[tuple[int, int]]:
         yield from (match.span(2) for match in pattern.finditer(text) if kind_of_name(match[1]) in (SECRET, AMBIGUOUS))
     yield from (match.span() for match in _RUN.finditer(text) if is_random(match[0]))
     yield from _assignment_spans(text)
-    for pattern in (_FLAG_IN_TEXT, _SHELL_VARIABLE):
+    for pattern in (_FLAG_IN_TEXT, _SHELL_VARIABLE, _NAME_AND_VALUE):
         for named in pattern.finditer(text):
             kind = kind_of_name(named["name"])
             if kind is not None:
@@ -439,6 +511,12 @@ def _assignment_spans(text: str) -> Iterator[tuple[int, int]]:
 
 def _value_span(text: str, pos: int, kind: str, *, whole_line: bool) -> Iterator[tuple[int, int]]:
     """Start and end of the value at a place: in quotes (also in a call), to the end of the line, or one word."""
+    block = _YAML_BLOCK.match(text, pos)
+    if block is not None:
+        yield block.start("indent"), block.end()
+        return
+    tag = _YAML_TAG.match(text, pos)
+    pos = pos if tag is None else tag.end()
     call = _CALL.match(text, pos)
     quoted = _QUOTED.match(text, pos if call is None else call.end())
     if quoted is not None:

@@ -4,12 +4,14 @@ Traces compress to a tenth, in rare cases to a hundredth, and take several bytes
 exhaust a machine unpacks to a thousand times its size, or to millions of empty objects.
 """
 
+import functools
 import math
 import os
 import time
 from dataclasses import dataclass
 
 from tracekit.errors import BadTraceError, ConfigError
+from tracekit.ingest import pickle_child
 from tracekit.model import units
 
 VARIABLE = "TRACEKIT_READ_BUDGET"
@@ -18,6 +20,17 @@ BYTES_RATIO, LEAST_BYTES = 250, 64 << 20
 OBJECTS_PER_BYTE, LEAST_OBJECTS = 4, 2_000_000
 BYTES_PER_S, LEAST_S = 1 << 20, 60
 """Of CPU time: a tenth of the speed at which slow processors read the slowest format."""
+
+
+LEAST_VALUES, BYTES_PER_VALUE = 8_000_000, 24
+"""Of a document that is parsed to Python values at once: each takes up to about 90 bytes of memory."""
+MAX_DEPTH, _LEAST_DEPTH, _MOST_DEPTH = 100, 16, 400
+"""Levels of lists and objects: what is copied, compared or written again may recurse; Python allows 1,000 calls."""
+# Objects take up to 12 times the bytes of their pickle (events without stacks), and tables of them come on top. A text
+# is two bytes where it is repeated. A slow processor reads ten times as fast.
+_PICKLES = pickle_child.Limits(
+    memory_bytes=256 << 20, memory_ratio=24, json_bytes=16 << 20, json_ratio=32, seconds=30, bytes_per_s=4 << 20
+)
 
 
 class OverBudgetError(BadTraceError):
@@ -67,14 +80,44 @@ class Budget:
 
     def over(self, what: str) -> OverBudgetError:
         """The error of a file that needs more."""
-        return OverBudgetError(
-            f"{self.path}: {what}; if you trust it, allow more: {VARIABLE}={2 * factor():g}, else record it again"
-        )
+        return OverBudgetError(f"{self.path}: {what}; {remedy()}, else record it again")
+
+
+def remedy() -> str:
+    """What to do about a file that needs more than its budget."""
+    return f"if you trust it, allow more: {VARIABLE}={2 * factor():g}"
+
+
+def value_count(size_bytes: int) -> int:
+    """Values that a parsed document of this size may have."""
+    return int(factor() * (LEAST_VALUES + size_bytes / BYTES_PER_VALUE))
+
+
+def depth() -> int:
+    """Levels of lists and objects that a parsed document may have."""
+    return max(_LEAST_DEPTH, min(int(factor() * MAX_DEPTH), _MOST_DEPTH))
+
+
+def pickle_limits() -> pickle_child.Limits:
+    """What the process that reads a pickle may take."""
+    allowed = factor()
+    return pickle_child.Limits(
+        memory_bytes=int(allowed * _PICKLES.memory_bytes),
+        memory_ratio=allowed * _PICKLES.memory_ratio,
+        json_bytes=int(allowed * _PICKLES.json_bytes),
+        json_ratio=allowed * _PICKLES.json_ratio,
+        seconds=allowed * _PICKLES.seconds,
+        bytes_per_s=_PICKLES.bytes_per_s / allowed,
+    )
 
 
 def factor() -> float:
     """Factor for all bounds, which the user states. Raises ConfigError if it is no positive number."""
-    stated = os.environ.get(VARIABLE, "1")
+    return _parse_factor(os.environ.get(VARIABLE, "1"))
+
+
+@functools.lru_cache(maxsize=8)
+def _parse_factor(stated: str) -> float:
     try:
         value = float(stated)
     except ValueError:

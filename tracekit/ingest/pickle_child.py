@@ -3,11 +3,12 @@
 A pickle is a program. C's unpickler runs it here with nothing to call: every import is refused, or for a checkpoint's
 metadata replaced by an inert stand-in. A pickle of a few bytes can still fill the memory, build cycles or crash the
 interpreter; so the memory and the time of this process are limited by what it has read, and the caller survives its
-end. It imports nothing of tracekit, so it starts quickly.
+end. It imports nothing of tracekit, so it starts quickly; its limits are those of `budget`, which states them as JSON.
 
-Protocol: stdin is the pickle, the argument what it should contain. With exit code 0, stdout is the answer; with REFUSED
-or WRONG_FORM, it is the reason. With the argument MANY, stdin has one pickle after the other, each behind a line with
-its kind and size; a fork for each answers, so that none spoils the next, and stdout has exit code, size and answer.
+Protocol: stdin is the pickle, the first argument what it should contain, the second the limits. With exit code 0,
+stdout is the answer; with REFUSED, WRONG_FORM or OVER_BUDGET, it is the reason. With the argument MANY, stdin has one
+pickle after the other, each behind a line with its kind and size; a fork for each answers, so that none spoils the
+next, and stdout has exit code, size and answer.
 """
 
 import contextlib
@@ -21,16 +22,12 @@ import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 PLAIN, SNAPSHOT, METADATA, MANY = "plain", "snapshot", "metadata", "many"
-REFUSED, WRONG_FORM = 3, 4
+REFUSED, WRONG_FORM, OVER_BUDGET = 3, 4, 5
 MISSING = -(1 << 63)
 """Stands in a column for an absent value."""
-# Objects take up to 12 times the bytes of their pickle (events without stacks), and tables of them come on top.
-_BASE_BYTES, _MEMORY_RATIO = 256 << 20, 24
-_BASE_S, _BYTES_PER_S = 30, 4 << 20  # a tenth of what a slow processor reads
-_BASE_JSON_BYTES, _JSON_RATIO = 16 << 20, 32  # a text is two bytes where it is repeated
 _BUFFER_BYTES = 1 << 17  # what the unpickler asks for at a time
 _MAX_LINE = 1 << 31
 _METADATA_MODULES = re.compile(
@@ -44,37 +41,65 @@ _METADATA_NAMES = re.compile(
 )
 
 
+class Limits(NamedTuple):
+    """What the process may take: absolute, and by the bytes of the pickle."""
+
+    memory_bytes: int
+    memory_ratio: float
+    json_bytes: int
+    json_ratio: float
+    seconds: float
+    bytes_per_s: float
+
+    def most_memory_bytes(self, pickle_bytes: int) -> int:
+        """Memory that a pickle of this size may need."""
+        return int(self.memory_bytes + self.memory_ratio * pickle_bytes)
+
+    def most_json_bytes(self, pickle_bytes: int) -> int:
+        """Characters that the answer to a pickle of this size may have."""
+        return int(self.json_bytes + self.json_ratio * pickle_bytes)
+
+    def most_seconds(self, pickle_bytes: int) -> int:
+        """CPU time that a pickle of this size may take."""
+        return max(1, int(self.seconds + pickle_bytes / self.bytes_per_s))
+
+
+class OverBudgetError(Exception):
+    """A pickle that needs more than its limits. The message is a predicate."""
+
+
 class RefusedError(Exception):
     """A pickle that would import something. The message is a predicate."""
 
 
 def main() -> None:
     """Answer for the pickle of stdin, or for each of many."""
+    limits = Limits(*json.loads(sys.argv[2]))
     if sys.argv[1] != MANY:
-        _answer_one(sys.argv[1])
+        _answer_one(sys.argv[1], limits)
     while request := sys.stdin.buffer.readline():
         kind, size = request.decode().split()
-        code, answer = _answer_in_fork(kind, bytearray(sys.stdin.buffer.read(int(size))))
+        code, answer = _answer_in_fork(kind, bytearray(sys.stdin.buffer.read(int(size))), limits)
         sys.stdout.buffer.write(f"{code} {len(answer)}\n".encode() + answer)
         sys.stdout.buffer.flush()
 
 
-def _answer_one(kind: str) -> NoReturn:
+def _answer_one(kind: str, limits: Limits) -> NoReturn:
     """Answer for the pickle of stdin and end the process: freeing millions of objects takes as long as making them."""
     gc.disable()
-    source = MeteredInput()
+    source = MeteredInput(limits)
     try:
         code, answer = 0, [*_answer(kind, source)]
     except Exception as error:  # noqa: BLE001 whatever a damaged pickle makes the unpickler raise
         source.limit(1 << 30)  # enough to say so
-        code, answer = _explain(error)
+        code, answer = _explain(error, limits.most_memory_bytes(source.read_bytes))
     for part in answer:
         sys.stdout.buffer.write(part)
     sys.stdout.buffer.flush()
     os._exit(code)
 
 
-def _answer_in_fork(kind: str, data: bytearray) -> tuple[int, bytes]:
+def _answer_in_fork(kind: str, data: bytearray, limits: Limits) -> tuple[int, bytes]:
     """Return the exit code and the answer of a fork of this process, in which the pickle and its limits stay."""
     (pickled, data_in), (answer_out, answered) = os.pipe(), os.pipe()
     pid = os.fork()
@@ -84,7 +109,7 @@ def _answer_in_fork(kind: str, data: bytearray) -> tuple[int, bytes]:
             os.dup2(answered, 1)
             os.closerange(3, answered + 1)
             data.clear()  # it counts against the limit of the memory
-            _answer_one(kind)
+            _answer_one(kind, limits)
         finally:
             os._exit(1)
     os.close(pickled)
@@ -103,7 +128,8 @@ class WrongFormError(Exception):
 class MeteredInput(io.RawIOBase):
     """Standard input; what is read from it sets the limits of the process."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
         self.read_bytes = 0
         self.limit(0, is_first=True)
 
@@ -126,8 +152,8 @@ class MeteredInput(io.RawIOBase):
         except ImportError:
             return  # not POSIX
         limits = {
-            resource.RLIMIT_AS: _BASE_BYTES + _MEMORY_RATIO * self.read_bytes + more_bytes,
-            resource.RLIMIT_CPU: _BASE_S + self.read_bytes // _BYTES_PER_S,
+            resource.RLIMIT_AS: self.limits.most_memory_bytes(self.read_bytes) + more_bytes,
+            resource.RLIMIT_CPU: self.limits.most_seconds(self.read_bytes),
         }
         if is_first:
             limits |= {resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0}
@@ -186,8 +212,8 @@ def _answer(kind: str, source: MeteredInput) -> Iterator[Any]:
     }[kind]  # fmt: skip
     try:
         document, columns = tabulate(value)
-        if _written_length(document) > _BASE_JSON_BYTES + _JSON_RATIO * source.read_bytes:
-            raise MemoryError
+        if _written_length(document) > (most := source.limits.most_json_bytes(source.read_bytes)):
+            raise OverBudgetError(f"would take more than {most >> 20:,} MiB when it is written out")
         # A lone surrogate, which no encoding can represent, becomes '?'.
         line = json.dumps(document, ensure_ascii=False).encode("utf-8", "replace")
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
@@ -215,17 +241,22 @@ def _written_length(document: Any) -> int:
     return lengths[id(document)]
 
 
-def _explain(error: Exception) -> tuple[int, list[bytes]]:
+def _explain(error: Exception, most_memory_bytes: int) -> tuple[int, list[bytes]]:
+    code = REFUSED
     if isinstance(error, MemoryError):
-        reason = "needs far more memory than its size: refused"
-    elif isinstance(error, RefusedError | WrongFormError):
+        code, reason = OVER_BUDGET, f"needs more than {most_memory_bytes >> 20:,} MiB of memory, far more than its size"
+    elif isinstance(error, OverBudgetError):
+        code, reason = OVER_BUDGET, str(error)
+    elif isinstance(error, WrongFormError):
+        code, reason = WRONG_FORM, str(error)
+    elif isinstance(error, RefusedError):
         reason = str(error)
     elif isinstance(error, EOFError) or "truncated" in str(error):
         reason = "is truncated or damaged"
     else:
         reason = f"is damaged, or is not plain data ({error})"
     one_line = " ".join(reason.split())[:400].encode("utf-8", "replace")
-    return WRONG_FORM if isinstance(error, WrongFormError) else REFUSED, [one_line]
+    return code, [one_line]
 
 
 # Memory snapshots -----------------------------------------------------------------------------------------------------

@@ -1,13 +1,14 @@
 """Pickles of any origin -> plain data, by a child process that can run none of their code: see `pickle_child`."""
 
 import contextlib
+import json
 import signal
 import subprocess
 from pathlib import Path
 from typing import BinaryIO, Protocol, Self, cast
 
 from tracekit.conventions import python_child
-from tracekit.ingest import pickle_child
+from tracekit.ingest import budget, pickle_child
 
 _PROGRAM = Path(pickle_child.__file__)
 _COPY_BYTES = 1 << 18
@@ -26,6 +27,10 @@ class PickleError(ValueError):
 
 class WrongFormError(PickleError):
     """A pickle of plain data that is not what it should be. The message is the reason."""
+
+
+class OverBudgetError(PickleError):
+    """A pickle that needs more memory or time than its budget. The message also states how to allow more."""
 
 
 class ManyPickles:
@@ -75,7 +80,7 @@ def read(kind: str, source: ByteSource) -> tuple[bytes, memoryview]:
 
 def _start(kind: str) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(  # noqa: S603 our own file
-        python_child.script_command(_PROGRAM, kind),
+        python_child.script_command(_PROGRAM, kind, json.dumps(budget.pickle_limits())),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -97,6 +102,9 @@ def _failure(code: int, reason: str) -> PickleError:
         return WrongFormError(reason)
     if code == pickle_child.REFUSED:
         return PickleError(reason)
+    if code == pickle_child.OVER_BUDGET:
+        return OverBudgetError(f"{reason}; {budget.remedy()}")
     if code in (-signal.SIGXCPU, -signal.SIGKILL):
-        return PickleError("takes far more time than its size: refused")
+        seconds = f"{budget.pickle_limits().seconds:g} s and more for its size"
+        return OverBudgetError(f"takes more than {seconds} to read; {budget.remedy()}")
     return PickleError("is truncated or damaged")  # it crashed the interpreter

@@ -153,8 +153,8 @@ def doubling() -> list[Any]:
 
 
 BOMBS = {
-    "memory": (b"\x80\x05\x96" + struct.pack("<Q", 1 << 60) + b".", "needs far more memory than its size: refused"),
-    "json": (pickle.dumps(doubling(), protocol=2), "needs far more memory than its size: refused"),
+    "memory": (b"\x80\x05\x96" + struct.pack("<Q", 1 << 60) + b".", "more than 256 MiB of memory"),
+    "json": (pickle.dumps(doubling(), protocol=2), "MiB when it is written out"),
     "cut": (pickle.dumps(doubling(), protocol=2)[:9], "is truncated or damaged"),
     "code": (b"\x80\x02cos\nsystem\n.", "would import os.system and could run code when unpickled: refused"),
 }  # fmt: skip

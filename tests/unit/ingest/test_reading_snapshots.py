@@ -224,10 +224,10 @@ EXPLOITS = {
     "EXT4": (b"\x80\x02\x84\x01\x00\x00\x00.", "unregistered extension code 1"),
     "PERSID": (b"Pname\n.", "objects outside of it and could run code"),
     "BINPERSID": (b"NQ.", "objects outside of it and could run code"),
-    "BYTEARRAY8": (b"\x80\x05\x96" + struct.pack("<Q", 1 << 60) + b".", "far more memory than its size"),
+    "BYTEARRAY8": (b"\x80\x05\x96" + struct.pack("<Q", 1 << 60) + b".", "more than 256 MiB of memory"),
     "NEXT_BUFFER": (b"\x80\x05\x97.", "out-of-band data"),
     "EMPTY_SET": (b"\x80\x04\x8f.", "not a CUDA memory snapshot"),
-    "BINBYTES8": (b"\x80\x04\x8e" + struct.pack("<Q", 1 << 60) + b".", "far more memory than its size"),
+    "BINBYTES8": (b"\x80\x04\x8e" + struct.pack("<Q", 1 << 60) + b".", "more than 256 MiB of memory"),
     "0xff": (b"\xff.", "invalid load key"),
 }
 

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from tracekit.conventions import regular_files
 from tracekit.ingest import pickle_child, pickles, untrusted_json
-from tracekit.ingest.pickles import PickleError
+from tracekit.ingest.pickles import OverBudgetError, PickleError
 
 WHOLE, DAMAGED, UNREADABLE = "whole", "damaged", "unreadable"
 _OF_RANK_0 = (".metadata", "seal.json")  # written by the coordinator
@@ -131,6 +131,8 @@ def check_distributed(folder: Path) -> Part:
             index = _index(json.loads(pickles.read(pickle_child.METADATA, file)[0]))
     except OSError as error:
         return replace(part, problems=(unreadable(METADATA_FILE, error),))
+    except OverBudgetError as error:
+        return replace(part, problems=(replace(problem(METADATA_FILE, str(error)), is_readable=False),))
     except PickleError as error:
         return replace(part, problems=(problem(METADATA_FILE, str(error)),))
     shards = [_shard(folder, file, entries) for file, entries in sorted(index.items())]

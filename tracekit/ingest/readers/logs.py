@@ -10,6 +10,7 @@ import polars as pl
 from tracekit import conventions
 from tracekit.conventions import regular_files
 from tracekit.ingest import untrusted_json
+from tracekit.ingest.budget import OverBudgetError
 from tracekit.ingest.readers.reader import Reader, TraceInfo
 from tracekit.model import schema
 from tracekit.model.manifest import Manifest
@@ -63,18 +64,24 @@ class MetricsLogs(_Logs):
         """Return a trace with metrics and data_quality only."""
         read_lines, skipped = _lines(path)
         lines = [_with_throughput_of_all_ranks(line) for line in read_lines]
-        rows = [
-            {"step": line.get("step"), "name": name, "value": value}
-            for line in lines
-            for name, value in line.items()
-            if name not in ("step", "rank") and _is_number(value) and _is_possible(name, value)
-        ]
-        metrics, _ = _conform(schema.METRICS, rows)
+        steps: list[object] = []
+        names: list[str] = []
+        values: list[float] = []
+        dropped = 0
+        for line in lines:
+            step = _as_dtype(line.get("step"), pl.Int64())
+            dropped += step is None and "step" in line
+            for name, value in line.items():
+                if name in ("step", "rank") or not _is_number(value):
+                    continue
+                if not _is_possible(name, value):
+                    dropped += 1
+                    continue
+                steps.append(step)
+                names.append(name)
+                values.append(float(value))
+        metrics = pl.DataFrame({"step": steps, "name": names, "value": values}, schema=schema.METRICS.schema)
         step_metrics = metrics.drop_nulls("step")
-        dropped = sum("step" in line and _as_dtype(line["step"], pl.Int64()) is None for line in lines)
-        dropped += sum(
-            _is_number(value) and not _is_possible(name, value) for ln in lines for name, value in ln.items()
-        )
         issues = [_issues(path, skipped, dropped), _lacking(path, metrics, ("step",))]
         if path.endswith(conventions.PARTIAL_SUFFIX):
             issues.append(_growing(path, rank, step_metrics))
@@ -94,18 +101,11 @@ def _with_throughput_of_all_ranks(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def _lines(path: str) -> tuple[list[dict[str, Any]], int]:
-    """Return the JSON objects of a log, and how many other lines were skipped."""
-    lines, skipped = [], 0
-    for text in regular_files.read_text(path, errors="replace").splitlines():
-        try:
-            line = untrusted_json.parse(text)
-        except ValueError:
-            line = None
-        if isinstance(line, dict):
-            lines.append(line)
-        elif text.strip():
-            skipped += 1
-    return lines, skipped
+    """Return the JSON objects of a log, and how many other lines were skipped. Raises OverBudgetError."""
+    try:
+        return untrusted_json.parse_lines(regular_files.read_text(path, errors="replace"))
+    except ValueError as error:
+        raise OverBudgetError(f"{path}: the log {error}") from None
 
 
 def _growing(path: str, rank: int, metrics: pl.DataFrame) -> pl.DataFrame:

@@ -15,6 +15,7 @@ import polars as pl
 from tracekit.conventions import object_storage, regular_files
 from tracekit.errors import BadTraceError, InputError
 from tracekit.ingest import decompression, pickle_child, pickles, remote
+from tracekit.ingest.budget import OverBudgetError
 from tracekit.model import schema
 from tracekit.model.trace import MemorySnapshot
 
@@ -58,6 +59,8 @@ def _read(copy: Path, path: str) -> MemorySnapshot:
             return _snapshot(path, json.loads(document), _Columns(columns))
         except pickles.WrongFormError as error:
             raise _wrong_form(path, str(error)) from None
+        except pickles.OverBudgetError as error:
+            raise OverBudgetError(f"{path}: the snapshot {error}, else take another snapshot") from None
         except pickles.PickleError as error:
             raise BadTraceError(f"{path}: the snapshot {error}; take another snapshot") from None
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError, pl.exceptions.PolarsError) as error:

@@ -173,8 +173,7 @@ class Scan:
 
     def _too_deep(self) -> BadTraceError:
         return BadTraceError(
-            f"{self.path}: an event is nested more than {untrusted_json.MAX_DEPTH} levels deep, as no "
-            "profiler writes it; the file may have been changed on purpose: record the trace again"
+            f"{self.path}: an event is {untrusted_json.deep()}; no profiler writes it: record the trace again"
         )
 
     def _take(self, comma: str) -> None:
