@@ -159,7 +159,7 @@ def anomaly_checks(trace: Trace) -> pl.DataFrame:
     if checks.is_empty():
         return schema.empty(COLUMNS)
     checks = checks.with_columns(saved_ns=pl.col("dur_ns") + pl.col("pause_ns"))
-    stacks = _withincalls_with_inputs(trace, calls, _stack_ns(trace))
+    stacks = _within_calls(trace, calls, _stack_ns(trace))
     return schema.conform(pl.concat([checks, stacks.select(checks.columns)]).with_columns(op="name"), COLUMNS)
 
 
@@ -183,7 +183,7 @@ def deterministic_fills(trace: Trace) -> pl.DataFrame:
         return schema.empty(COLUMNS)
     if not trace.on_device:
         fill_ns = np.where(is_fill, trace.ops["dur_ns"].to_numpy(), 0)
-        fills = _withincalls_with_inputs(trace, _computing(trace), fill_ns)
+        fills = _within_calls(trace, _computing(trace), fill_ns)
         return schema.conform(fills.with_columns(op="name"), COLUMNS)
     row = kernels.innermost_op(trace)
     is_filling = is_fill[np.maximum(row, 0)] & (row >= 0)
@@ -216,7 +216,7 @@ def _computing(trace: Trace) -> pl.DataFrame:
     return paused.filter(trace.in_steps).rename({"id": "activity_id"}).with_columns(device=pl.lit(None, pl.Int64))
 
 
-def _withincalls_with_inputs(trace: Trace, calls: pl.DataFrame, part_ns: nesting.Ints) -> pl.DataFrame:
+def _within_calls(trace: Trace, calls: pl.DataFrame, part_ns: nesting.Ints) -> pl.DataFrame:
     """The calls that contain a part of ops' time, shape (ops,) in ns, with its sum as saved_ns."""
     outermost = np.zeros(trace.ops.height, np.bool_)
     outermost[calls.filter(pl.col("row") >= 0)["row"].to_numpy()] = True
