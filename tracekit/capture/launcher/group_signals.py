@@ -4,7 +4,8 @@ import contextlib
 import ctypes
 import os
 import signal
-from pathlib import Path
+
+from tracekit.conventions import regular_files
 
 _PR_SET_PDEATHSIG = 1
 
@@ -51,7 +52,7 @@ def end_with_parent() -> None:
 def _pending_signals(process_id: int) -> int:
     """Bits of the signals that a process has got and not handled; 0 where the system does not show them."""
     try:
-        status = Path(f"/proc/{process_id}/status").read_text(encoding="utf-8")
+        status = regular_files.read_text(f"/proc/{process_id}/status")
     except OSError:
         return 0
     return next((int(line.split()[1], 16) for line in status.splitlines() if line.startswith("ShdPnd:")), 0)
