@@ -336,11 +336,12 @@ def test_runs_with_manifests_of_their_own_are_jobs_of_their_own(tmp_path):
     assert "monday" in run.data_quality["message"][0]
 
 
-def test_ranks_recorded_hours_apart_are_not_one_window(tmp_path):
-    write(tmp_path / "rank0.json", trace(0))
-    write(tmp_path / "rank1.json", trace(1, start_us=5 * HOUR_US))
+def test_some_ranks_of_a_job_recorded_hours_apart_are_not_one_window(tmp_path):
+    write(tmp_path / "rank0.json", trace(0, 4))
+    write(tmp_path / "rank1.json", trace(1, 4, start_us=5 * HOUR_US))
     run = load(tmp_path)
     assert places(run) == [(0, 0), (1, 1)]
+    assert "windows_assumed" in kinds(run)
     assert "5.0 h apart" in " ".join(run.data_quality["message"])
 
 
