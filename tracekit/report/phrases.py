@@ -36,7 +36,8 @@ def no_problems(report: Report) -> str:
     Where the run can be replayed, that also says that no cause alone is worth a finding, however idle the device is.
     """
     if not report.rules or len(report.rules) == len(all_rules()):
-        is_replayed = cost_attribution.can_be_replayed(report.run)
+        # An ignored finding is a cause, too.
+        is_replayed = not report.ignored and cost_attribution.can_be_replayed(report.run)
         part = f": no single cause takes {unreported_causes.MIN_SAVED_RATIO:.0%} of the time or more"
         return headline(()) + (part if is_replayed else "")
     return f"{headline(())} by {units.count(len(report.rules), 'selected rule')}: {', '.join(report.rules)}"

@@ -144,14 +144,14 @@ class Finding:
         if self.is_of_window:
             return f"{verb} {duration} ({share} of {self.time_noun})"
         whole_ns = self.cost_ns / self.impact
-        whole = f" of {units.duration(round(whole_ns))}" if self.impact < 1 and math.isfinite(whole_ns) else ""
+        of_mean = f" of {units.duration(round(whole_ns))}" if self.impact < 1 and math.isfinite(whole_ns) else ""
         period = "an iteration" if self.is_of_iterations else "a step"
         included = ""
         if self.is_of_training:  # the step times that are shown elsewhere are those between saves
             included = ", checkpoints included"
         elif self.before_steps_ratio:
             included = ", the wait before the first one included"
-        return f"{verb} {duration}{whole} {period}{included} ({share})"
+        return f"{verb} {duration}{of_mean} {period}{included} ({share})"
 
     @property
     def time_noun(self) -> str:

@@ -1,4 +1,4 @@
-"""Tell signals to the whole process group from those to one process, which the kernel's report of a signal does not."""
+"""Distinguish a signal to the whole process group from a signal to one process: siginfo does not say which it is."""
 
 import contextlib
 import ctypes
