@@ -56,10 +56,10 @@ def test_a_rank_of_a_pipeline_stands_with_its_stage_and_a_save_apart_from_steps(
 def test_costs_are_shares_of_the_mean_step(name: str) -> None:
     run = tracekit.load(ROOT / "sample_traces" / name)
     mean_ns = breakdown.mean_step_ns(run)
-    costly = [found for found in run.check().findings if found.cost_ns and found.impact and not found.is_of_training]
+    costly = [f for f in run.check().findings if f.cost_ns and f.impact and not f.is_of_training]
     assert costly
-    for found in costly:
-        assert found.cost_ns / found.impact == pytest.approx(mean_ns, rel=0.005), found.id
+    for finding in costly:
+        assert finding.cost_ns / finding.impact == pytest.approx(mean_ns, rel=0.005), finding.id
 
 
 def test_the_median_is_of_the_steps_that_the_mean_is_of() -> None:
