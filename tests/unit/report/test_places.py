@@ -11,7 +11,7 @@ from tests.support.cli_runner import ROOT
 from tracekit.analysis.time import breakdown
 from tracekit.report import phrases
 from tracekit.rules import data_quality
-from tracekit.rules.rule import Finding, Severity
+from tracekit.rules.rule import Finding, IgnoredFinding, Severity
 
 WAIT = {"rank": 2, "step": 11, "op": "all_gather", "phase": "optimizer"}
 
@@ -67,6 +67,13 @@ def test_the_median_is_of_the_steps_that_the_mean_is_of() -> None:
     pictures = ("step 000000001111\ncompute CCCCCCCCDDDD", "step 000011111111\ncompute CCCCDDDDDDDD")
     run = drawn_traces.run(*(drawn_traces.trace(picture, rank=rank) for rank, picture in enumerate(pictures)))
     assert breakdown.mean_step_ns(run) == breakdown.median_step_ns(run) < breakdown.step_time_ns(run)
+
+
+def test_only_without_ignored_findings_no_single_cause_is_said_to_cost_three_percent() -> None:
+    report = tracekit.load(ROOT / "sample_traces" / "faults" / "healthy-ddp").check()
+    assert "3%" in phrases.no_problems(report)
+    ignored = IgnoredFinding(Finding("COMM001", Severity.WARNING, "", ""), "known")
+    assert phrases.no_problems(replace(report, ignored=(ignored,))) == "No problems found"
 
 
 def test_a_cut_file_is_named_before_what_follows_from_it() -> None:
