@@ -26,6 +26,8 @@ _FIRST_SENTENCE = re.compile(r".*?(?:\.(?=\s)|$)", re.DOTALL)
 _KIND = "steps_from_repetition"
 _MOST_DATA = 0.5
 _MAX_EVIDENCE_ROWS = 10
+_MIN_SHOWN_RATIO = 0.005
+"""Part of a step that changes its duration as printed, in three digits."""
 
 
 class Severity(IntEnum):
@@ -149,7 +151,7 @@ class Finding:
         included = ""
         if self.is_of_training:  # the step times that are shown elsewhere are those between saves
             included = ", checkpoints included"
-        elif self.before_steps_ratio:
+        elif self.before_steps_ratio >= _MIN_SHOWN_RATIO:
             included = ", the wait before the first one included"
         return f"{verb} {duration}{of_mean} {period}{included} ({share})"
 
