@@ -56,12 +56,12 @@ def silent_of_ranks(path: Path) -> str:
     Ranks whose events are equal are duplicates where the file is read as one trace: these are left out there, and said.
     """
     try:
-        whole = reader.read_counted(str(path), rank=0)[0]
-        in_file = whole.ops.height
+        merged = reader.read_counted(str(path), rank=0)[0]
+        in_file = merged.ops.height
         traces = reader.read_merged(str(path)).values()
     except TracekitError:
         return ""
-    if "duplicate_events" in whole.data_quality["kind"]:
+    if "duplicate_events" in merged.data_quality["kind"]:
         return ""
     lost = in_file - sum(trace.ops.height for trace in traces)
     is_said = any("rankless_events" in trace.data_quality["kind"] for trace in traces)

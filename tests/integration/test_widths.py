@@ -138,8 +138,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", application.COMMANDS)
 def test_no_word_of_the_help_is_cut(name: str) -> None:
-    whole, narrow = (cli_runner.tracekit(name, "--help", COLUMNS=width).stdout for width in ("200", "40"))
-    assert "".join(narrow.split()) == "".join(whole.split())
+    wide_help, narrow_help = (cli_runner.tracekit(name, "--help", COLUMNS=width).stdout for width in ("200", "40"))
+    assert "".join(narrow_help.split()) == "".join(wide_help.split())
 
 
 def test_every_command_is_printed_at_all_widths() -> None:

@@ -135,7 +135,7 @@ class Finding:
     def cost_in_words(self) -> str:
         """The cost and the mean step: "saves 16 ms of 190 ms a step (8.4%)" by replay, else "costs up to 16 ms of …".
 
-        "" without one. The step is the mean; what it includes beside the steps, saves or a first wait, is said.
+        "" without one. The step is the mean; the text says whether it includes checkpoints or the first wait.
         """
         if not self.impact:
             return ""
