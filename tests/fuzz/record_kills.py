@@ -149,11 +149,19 @@ def _listing(run: Path) -> list[str]:
 
 def _kill(victim: str, recorder: int) -> None:
     """Kill the recorder, its child or a process below that; the recorder if the training has not begun."""
-    launched = _children(recorder)
+    launched = [child for child in _children(recorder) if _command(child) != _command(recorder)]
     below = [child for parent in launched for child in _children(parent)]
     chosen = {RECORDER: [recorder], LAUNCHER: launched, RANK: below or launched}[victim] or [recorder]
     with contextlib.suppress(ProcessLookupError):
         os.kill(chosen[-1], signal.SIGKILL)
+
+
+def _command(pid: int) -> bytes:
+    """Command line of a process; the recorder's fork that receives the signals of its group has the recorder's."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def _children(pid: int) -> list[int]:
