@@ -724,13 +724,18 @@ RECIPES = MODELS | LOOPS
 
 def outcome(name: str) -> float | str:
     """Return the largest relative difference from one process, or the error's class and words."""
+    return outcome_of(RECIPES[name])
+
+
+def outcome_of(recipe: Recipe) -> float | str:
+    """Return the largest relative difference of a recipe from one process, or the error's class and words."""
     rank, ranks = dist.get_rank(), range(dist.get_world_size())
     try:
         sides = Side([rank], is_sharded=True), Side(ranks, is_sharded=False)
         torch.manual_seed(3)
-        expected = RECIPES[name](sides[1])
+        expected = recipe(sides[1])
         torch.manual_seed(3)
-        numbers = RECIPES[name](sides[0])
+        numbers = recipe(sides[0])
         return _difference(numbers, expected, *sides)
     except Exception as error:  # noqa: BLE001 -- the error is the result
         return f"{type(error).__name__}: {error}"
