@@ -61,6 +61,7 @@ COMMANDS = {
         LazyCommand("query", "Query a run in SQL."),
         LazyCommand("explain", "Explain a rule, a table, a cause, a metric or a term."),
         LazyCommand("dashboard", "Open runs in the browser."),
+        LazyCommand("mcp", "Serve runs to coding agents (Model Context Protocol)."),
         LazyCommand("hang", "Show which rank a hung job waits for, and why."),
         LazyCommand("watch", "Show a running training and its outlier steps."),
         LazyCommand("scrub", "Copy a run without host names, users, paths and secrets."),

@@ -56,13 +56,24 @@ def declared(*extras: str) -> set[str]:
     [
         (
             "tracekit",
-            ("train", "cluster", "hta", "pandas", "huggingface", "pytest", "remote", "tensorboard", "prometheus"),
+            {
+                "train",
+                "cluster",
+                "hta",
+                "mcp",
+                "pandas",
+                "huggingface",
+                "pytest",
+                "remote",
+                "tensorboard",
+                "prometheus",
+            },
         ),
-        ("dashboard", ("dashboard",)),
-        ("instrumented_trainers", ("train", "tokenizers", "datasets", "wandb", "huggingface", "lightning")),
+        ("dashboard", {"dashboard"}),
+        ("instrumented_trainers", {"train", "tokenizers", "datasets", "wandb", "huggingface", "lightning"}),
     ],
 )
-def test_what_a_package_imports_is_declared(folder: str, extras: tuple[str, ...]) -> None:
+def test_what_a_package_imports_is_declared(folder: str, extras: set[str]) -> None:
     assert imported(folder)
     assert imported(folder) <= declared(*extras)
 

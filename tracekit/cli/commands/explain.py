@@ -55,7 +55,7 @@ def explain(
         return
     kinds = tuple(Kind) if kind is None else (kind,)
     if name is not None:
-        documents = _pages(name, kinds)
+        documents = pages(name, kinds)
     elif len(kinds) == 1:
         documents = {kinds[0].value: _LISTS[kinds[0]]()}
     else:
@@ -64,7 +64,7 @@ def explain(
     result.write_document(document)
 
 
-def _pages(name: str, kinds: "Sequence[Kind]") -> "dict[str, Document]":
+def pages(name: str, kinds: "Sequence[Kind]") -> "dict[str, Document]":
     """Return what a name means, by kind: a rule and its cause often have one name. Raises ConfigError for none."""
     from tracekit.report import explanations
 

@@ -74,15 +74,16 @@ def memory(
     """
     from tracekit.report import memory as report
 
-    usage = _usage(path, options, cache=cache)
+    usage = usage_of(path, options, cache=cache)
     if against is not None:
-        usage = replace(usage, against=_usage(against, ReplayOptions(device=options.device), cache=cache))
+        usage = replace(usage, against=usage_of(against, ReplayOptions(device=options.device), cache=cache))
     for note in usage.notes if table.is_json else ():
         output.notify(note)
     table.write_document(report.document(usage))
 
 
-def _usage(path: str, options: ReplayOptions, *, cache: bool) -> "MemoryUsage":
+def usage_of(path: str, options: ReplayOptions, *, cache: bool) -> "MemoryUsage":
+    """Memory of a run, of a snapshot or of a folder of snapshots. Raises InputError if the path is none of them."""
     if _is_snapshot(path):
         from tracekit.ingest.readers import memory_snapshots
         from tracekit.replay.allocator import memory_usage

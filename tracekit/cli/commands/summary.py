@@ -76,7 +76,7 @@ def summary(
     with executor.open([source.run]) as opened:
         from tracekit.report import summary_tables
 
-        facts, rows_of = _VIEWS[by]()
+        facts, rows_of = view(by)
         run = source.measure(facts, opened)
         rows = rows_of(run)
         missing = _missing_work(run) if by is By.STEP else None
@@ -85,13 +85,18 @@ def summary(
         output.notify(missing)
 
 
+def view(by: By) -> "View":
+    """The facts that a table needs, and the function that makes it of the run."""
+    return _VIEWS[by]()
+
+
 def _missing_work(run: "Run") -> str | None:
     from tracekit.analysis.compute import efficiency
 
     return efficiency.note(run)
 
 
-# The facts that a table needs, and the function that makes it of the run. Each imports only what it measures with.
+# Each imports only what it measures with.
 
 
 def _by_rank() -> "View":
