@@ -22,9 +22,9 @@ from typing import Any
 
 from mcp import Client
 
-from tracekit.cli.agents import server
-from tracekit.cli.agents.answers import Answers
-from tracekit.cli.agents.roots import Roots
+from tracekit.cli.commands.mcp import server
+from tracekit.cli.commands.mcp.answers import Answers
+from tracekit.cli.commands.mcp.roots import Roots
 
 ROOT = Path(__file__).parents[1]
 SAMPLES, RECORDINGS = ROOT / "sample_traces", ROOT / "tests" / "recordings"

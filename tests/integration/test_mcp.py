@@ -17,9 +17,9 @@ from mcp import Client, StdioServerParameters
 
 from benchmarks import agent_questions
 from tests.support import kineto_files
-from tracekit.cli.agents import quoting, server
-from tracekit.cli.agents.answers import MAX_BYTES, QUESTIONS, Answers
-from tracekit.cli.agents.roots import Roots
+from tracekit.cli.commands.mcp import quoting, server
+from tracekit.cli.commands.mcp.answers import MAX_BYTES, QUESTIONS, Answers
+from tracekit.cli.commands.mcp.roots import Roots
 from tracekit.errors import InputError
 
 ROOT = Path(__file__).parents[2]

@@ -9,8 +9,8 @@ from mcp.server.mcpserver.exceptions import ToolError
 from mcp.types import ToolAnnotations
 
 from tracekit import __version__
-from tracekit.cli.agents import quoting
-from tracekit.cli.agents.answers import QUESTIONS, Answer, Answers
+from tracekit.cli.commands.mcp import quoting
+from tracekit.cli.commands.mcp.answers import QUESTIONS, Answer, Answers
 from tracekit.errors import TracekitError
 from tracekit.report import explanations
 from tracekit.report.render import json as render_json

@@ -1,4 +1,4 @@
-"""``tracekit mcp``: answers about runs for coding agents."""
+"""``tracekit mcp``: answers about runs for coding agents, as small JSON values, by the Model Context Protocol."""
 
 import importlib.util
 from pathlib import Path
@@ -30,9 +30,9 @@ def mcp(
     """
     if importlib.util.find_spec("mcp") is None:
         raise MissingExtraError("tracekit mcp needs the package mcp: pip install 'torch-tracekit[mcp]'")
-    from tracekit.cli.agents import server
-    from tracekit.cli.agents.answers import Answers
-    from tracekit.cli.agents.roots import Roots
+    from tracekit.cli.commands.mcp import server
+    from tracekit.cli.commands.mcp.answers import Answers
+    from tracekit.cli.commands.mcp.roots import Roots
 
     served = server.build(Answers(Roots(runs), cache=cache))
     if http is None:

@@ -17,12 +17,12 @@ from pydantic import Field
 
 from tracekit.analysis.hangs import diagnosis
 from tracekit.analysis.time import breakdown, rank_shares
-from tracekit.cli.agents import quoting, roots
-from tracekit.cli.agents.quoting import MAX_SENTENCE, quote, quote_all
-from tracekit.cli.agents.roots import Roots
 from tracekit.cli.commands import explain as explaining
 from tracekit.cli.commands import memory as memory_command
 from tracekit.cli.commands import summary as summary_command
+from tracekit.cli.commands.mcp import quoting, roots
+from tracekit.cli.commands.mcp.quoting import MAX_SENTENCE, quote, quote_all
+from tracekit.cli.commands.mcp.roots import Roots
 from tracekit.errors import InputError, did_you_mean
 from tracekit.ingest.hang_dumps import folder as hang_dumps
 from tracekit.library import run as library

@@ -1,1 +1,0 @@
-"""The server for coding agents: answers about runs as small JSON values, by the Model Context Protocol."""
