@@ -96,6 +96,7 @@ async def no_prefetch(ask: Ask) -> None:
 
 @asking(RECORDINGS / "out_of_memory")
 async def out_of_memory(ask: Ask) -> None:
+    assert all(row["has"] == ["memory snapshots"] for row in (await ask("list_runs"))["runs"])
     memory = (await ask("memory", run="out_of_memory/fragmented"))["memory"]
     assert memory["oom"]["is_fragmentation"]
     assert "oom.py:26" in memory["oom"]["location"]
@@ -114,7 +115,8 @@ async def regression(ask: Ask) -> None:
 
 @asking(RECORDINGS / "hangs")
 async def hang(ask: Ask) -> None:
-    assert "hangs/skipped_collective" in {row["run"] for row in (await ask("list_runs"))["runs"]}
+    has = {row["run"]: row["has"] for row in (await ask("list_runs"))["runs"]}
+    assert has["hangs/skipped_collective"] == ["hang dumps"]
     answer = (await ask("hang", run="hangs/skipped_collective"))["hang"]
     assert [culprit["rank"] for culprit in answer["culprits"]] == [2]
 

@@ -85,6 +85,7 @@ class Answers:
             stated, checked = roots.manifest(path), report_cache.summary(str(path))
             row: Answer = {
                 "run": name,
+                "has": roots.contents(path),
                 "model": quote(stated.model.name) if stated.model.name else None,
                 "strategy": quote_all(stated.strategy),
                 "world_size": stated.world_size,
@@ -98,7 +99,7 @@ class Answers:
                     "step_time_ns": checked.step_time_ns,
                 }
             rows.append(row)
-        return {"runs": rows, "next": "check(run) says why a run is slow"}
+        return {"runs": rows, "next": "check(run) judges traces, memory(run) snapshots of memory, hang(run) hang dumps"}
 
     def check(self, run: RunName) -> Answer:
         """Say why a run is slow: findings with cause, place, saving and fix, the costliest first; trust in the data."""

@@ -74,13 +74,33 @@ def manifest(path: Path) -> Manifest:
     return (logs.read_manifest(path / conventions.MANIFEST_FILE) if path.is_dir() else None) or Manifest()
 
 
+def contents(path: Path) -> list[str]:
+    """What a run has, by the names of its files: traces, memory snapshots, hang dumps."""
+    states = report_cache.run_states(str(path))
+    names = [file.path.rpartition("/")[2].lower() for file in states.files] if states else []
+    names += [name.lower() for name in _names(path)] if path.is_dir() else [path.name.lower()]
+    kinds = {
+        "traces": any(map(_is_named_trace, names)),
+        "memory snapshots": any(name.endswith(snapshot_files.SUFFIXES) for name in names),
+        "hang dumps": any(name.endswith(conventions.HANG_SUFFIX) for name in names),
+    }
+    # A JSON file of any other name is a trace at most where nothing else is there.
+    kinds["traces"] |= not any(kinds.values()) and any(name.endswith(_POSSIBLE_TRACES) for name in names)
+    return [kind for kind, is_there in kinds.items() if is_there]
+
+
 def _is_of_run(name: str) -> bool:
-    """Return whether a file of this name makes its folder a run: a JSON file may be anything, unless its name says."""
+    """Return whether a file of this name makes its folder a run."""
+    other = (conventions.HANG_SUFFIX, *snapshot_files.SUFFIXES)
+    return name == conventions.MANIFEST_FILE or name.lower().endswith(other) or _is_named_trace(name)
+
+
+def _is_named_trace(name: str) -> bool:
+    """Return whether a file is a trace by its name: a JSON file may be anything, unless its name says."""
     lower = name.lower()
-    if name == conventions.MANIFEST_FILE or lower.endswith((conventions.HANG_SUFFIX, *snapshot_files.SUFFIXES)):
-        return True
+    other = (conventions.TRUTH_FILE, conventions.MANIFEST_FILE, conventions.HANG_SUFFIX, *snapshot_files.SUFFIXES)
     is_named = "trace" in lower or "rank" in lower or not lower.endswith(".json")
-    return lower.endswith(readers.trace_suffixes()) and is_named and name != conventions.TRUTH_FILE
+    return lower.endswith(readers.trace_suffixes()) and is_named and not lower.endswith(other)
 
 
 def _names(folder: Path) -> list[str]:
