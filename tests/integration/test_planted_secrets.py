@@ -77,6 +77,10 @@ def test_what_only_resembles_a_secret_stays(value):
         ["mysql", "-u", "root", "-ph4zelnut", "db"],
         ["srun", "/usr/bin/sshpass", "-p", "h4zelnut", "ssh", "node3"],
         ["redis-cli", "-a", "h4zelnut", "ping"],
+        ["ssh-keygen", "-t", "ed25519", "-N", "h4zelnut", "-f", "key"],
+        ["ldapsearch", "-D", "cn=bob", "-w", "h4zelnut", "-b", "dc=x"],
+        ["7z", "x", "-ph4zelnut", "data.7z"],
+        ["curl", "-ubob:h4zelnut", "https://host/file"],
         ["aws", "configure", "set", "aws_secret_access_key", "h4zelnut"],
     ],
     ids=lambda arguments: arguments[0],
@@ -84,6 +88,28 @@ def test_what_only_resembles_a_secret_stays(value):
 def test_a_password_among_the_arguments_of_a_command_is_replaced_and_nothing_else(arguments):
     assert redact(arguments) == [part.replace("h4zelnut", redaction.REDACTED) for part in arguments]
     assert redact({"other": ["mysql", 1], "n": arguments})["n"] == redact(arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["rar", "a", "-p", "data.rar"],
+        ["ssh-keygen", "-N", "", "-f", "key"],
+        ["curl", "-u", "https://host/file"],
+        ["wandb", "login", "--relogin"],
+        ["ldapsearch", "-W", "-b", "dc=x"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_command_without_a_password_stays(arguments):
+    assert redact(arguments) == arguments
+    assert redact(" ".join(arguments)) == " ".join(arguments)
+
+
+def test_a_token_that_a_login_takes_is_replaced():
+    token = "067ff843d68f5d0eb5ad309aebaa2c8aba470a6e"
+    assert redact(["wandb", "login", token]) == ["wandb", "login", redaction.REDACTED]
+    assert redact(["python", "train.py", token]) == ["python", "train.py", token]  # as a commit
 
 
 def test_tokens_by_the_form_of_their_issuer_are_replaced():

@@ -134,6 +134,10 @@ _LOGIN_COMMAND = re.compile(
             r"\bzip\s(?:[^|;&\r\n]{0,200}?\s)?-P\s+([^\s|;&]+)",
             r"\bredis-cli\b[^|;&\r\n]{0,200}?\s-a\s+([^\s|;&]+)",
             r"\bopenssl\b[^|;&\r\n]{0,200}?\s-k\s+([^\s|;&]+)",
+            r"\bssh-keygen\b[^|;&\r\n]{0,200}?\s(?-i:-[NP])\s+([^\s|;&-][^\s|;&]*)",
+            r"\bldap(?:add|delete|modify|modrdn|passwd|search|whoami)\b[^|;&\r\n]{0,200}?\s(?-i:-w)\s+([^\s|;&]+)",
+            r"\b(?:7z[ar]?|rar|unrar)\s[^|;&\r\n]{0,200}?(?<=\s)-(?:hp|p)([^\s|;&-][^\s|;&]*)",
+            r"\bcurl\b[^|;&\r\n]{0,200}?\s(?-i:-u)[^\s|;&:-][^\s|;&:]*:([^\s|;&]+)",
             r"\bmc\s+(?:alias|config)\s[^|;&\r\n]{0,200}?://\S+\s+\S+\s+([^\s|;&]+)",
             # A setting without a sign: of redis, `aws configure set`.
             r"(?<![\w-])(?:requirepass|masterauth|[A-Za-z]\w*_(?:password|passwd|secret|secret_(?:access_)?key|api_key|(?:access|auth)_token))"
@@ -154,8 +158,10 @@ _LOGIN_COMMAND = re.compile(
 )
 _SHELL_VARIABLE = re.compile(r"\b(?:setenv|set\s+-\w+)\s+(?P<name>\w+)\s+(?P<rest>\S)")
 _COMMANDS_WITH_LOGIN = frozenset((
-    b"aws", b"az", b"crane", b"docker", b"mc", b"mysql", b"mysqladmin", b"mysqldump", b"nerdctl", b"oc", b"openssl",
-    b"podman", b"redis-cli", b"skopeo", b"sshpass", b"zip",
+    b"7z", b"7za", b"7zr", b"aws", b"az", b"comet", b"crane", b"curl", b"docker", b"gh", b"hf", b"huggingface-cli",
+    b"ldapadd", b"ldapdelete", b"ldapmodify", b"ldappasswd", b"ldapsearch", b"ldapwhoami", b"mc", b"mysql",
+    b"mysqladmin", b"mysqldump", b"nerdctl", b"oc", b"openssl", b"podman", b"rar", b"redis-cli", b"skopeo",
+    b"ssh-keygen", b"sshpass", b"unrar", b"wandb", b"zip",
 ))  # fmt: skip
 _NAME_AND_VALUE = re.compile(
     r"\b(?:name|key|variable)[\"']?\s*[:=]\s*[\"']?(?P<name>[A-Za-z_][\w.-]*)[\"']?\s*,?\s*"
@@ -280,10 +286,10 @@ class Redactor:
 
     def _inspect(self, raw: bytes) -> None:
         self._seen.add(raw)
-        if not _HAS_WORD.search(raw):
-            return
         if raw.rpartition(b"/")[2] in _COMMANDS_WITH_LOGIN:
             self._commands.add(raw)
+        if not _HAS_WORD.search(raw):
+            return
         text = decode(raw)
         kind = kind_of_name(text)
         if kind is not None:
