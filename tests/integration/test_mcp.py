@@ -76,6 +76,15 @@ async def slow_rank(ask: Ask) -> None:
     assert whole["evidence"]["next_offset"] == 2
     rest = await ask("finding", run=run, finding=first["id"], offset=2, limit=500)
     assert len(rest["evidence"]["rows"]) + 2 == rest["evidence"]["total_rows"]
+    offset, work = 0, []
+    while offset is not None and len(work) < 600:  # an answer holds fewer than 500 rows
+        page = await ask("kernels", run=run, rank=1, offset=offset, limit=500)
+        work += page["rows"]
+        assert page["next_offset"] == len(work)
+        offset = page["next_offset"]
+    assert len({(row["lane"], row["start_ns"], row["name"]) for row in work}) == len(work)
+    many = await ask("sql", run=run, select="SELECT * FROM activities", limit=500)
+    assert many["has_more"]
     calls = {
         rank: {row["name"]: row["calls"] for row in (await ask("kernels", run=run, rank=rank, limit=500))["by_name"]}
         for rank in (0, 1)

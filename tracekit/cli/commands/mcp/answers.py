@@ -40,9 +40,10 @@ MAX_BYTES = 20_000
 """Largest answer: an agent reads it whole, and each costs it a part of what it can remember."""
 MAX_ROWS = 50
 _MAX_OPEN = 4
+_SUMS_BYTES = 7_000
 _SQL_TIMEOUT_S = 30.0
 _SQL_MEMORY_BYTES = 2 << 30
-_KERNEL_COLUMNS = ("rank", "step", "kind", "name", "stream", "start_ns", "dur_ns")
+_KERNEL_COLUMNS = ("rank", "step", "kind", "name", "lane", "start_ns", "dur_ns")
 
 
 RunName = Annotated[str, Field(description="Name of a run, as list_runs gives it.")]
@@ -213,7 +214,8 @@ class Answers:
             select, timeout_s=_SQL_TIMEOUT_S, memory_bytes=_SQL_MEMORY_BYTES, max_rows=limit + 1
         ) as query:
             rows = query.run(self._run(run))
-        return {"run": run, "rows": quoting.rows(rows.head(limit)), "has_more": rows.height > limit}
+        shown = quoting.rows(rows.head(limit))
+        return {"run": run, "rows": shown, "has_more": rows.height > len(shown)}
 
     def kernels(
         self,
@@ -240,11 +242,10 @@ class Answers:
         )
         total, largest = pl.col("dur_ns").sum().alias("total_ns"), pl.col("dur_ns").max().alias("max_ns")
         sums = table.group_by("kind", "name").agg(pl.len().alias("calls"), total, largest)
-        columns = [name for name in _KERNEL_COLUMNS if name in table.columns]
         return {
             "run": run,
-            "by_name": quoting.rows(sums.sort("total_ns", "name", descending=[True, False]).head(limit)),
-            **_page(table.sort("start_ns").select(columns), offset, limit),
+            "by_name": quoting.rows(sums.sort("total_ns", "name", descending=[True, False]).head(limit), _SUMS_BYTES),
+            **_page(table.sort("start_ns").select(_KERNEL_COLUMNS), offset, limit),
         }
 
     def hang(self, run: RunName) -> Answer:
@@ -342,10 +343,10 @@ def _page(table: pl.DataFrame, offset: int, limit: int) -> Answer:
     """Some rows of a table, how many it has, and where to go on."""
     if offset < 0 or not 0 < limit <= 10 * MAX_ROWS:
         raise InputError(f"offset begins at 0, and limit is 1 to {10 * MAX_ROWS}")
-    shown = table.slice(offset, limit)
-    end = offset + shown.height
+    shown = quoting.rows(table.slice(offset, limit))
+    end = offset + len(shown)
     return {
-        "rows": quoting.rows(shown),
+        "rows": shown,
         "total_rows": table.height,
         "next_offset": end if end < table.height else None,
     }
