@@ -11,7 +11,15 @@ from tracekit.model.run import Run
 from tracekit.regression.baseline import KnownFinding
 from tracekit.rules import cost_attribution, unreported_causes
 from tracekit.rules.registry import all_rules
-from tracekit.rules.rule import Finding, Report, Severity, cost_order, doubtful_data_issue, has_found_iterations
+from tracekit.rules.rule import (
+    Finding,
+    Report,
+    Severity,
+    cost_order,
+    doubtful_data_issue,
+    has_found_iterations,
+    is_data_quality,
+)
 from tracekit.sync import alignment
 
 _MAX_WORD = 60
@@ -22,12 +30,13 @@ _TIMES = ("start_ns", "end_ns", "at_ns", "ready_ns", "launched_ns", "host_start_
 
 
 def headline(findings: Sequence[Finding], cannot_judge: str | None = None) -> str:
-    """Return the sentence to read first: why the run cannot be judged, else the costliest finding."""
+    """Return the sentence to read first: why the run cannot be judged, else the costliest finding of the severest."""
     if cannot_judge is not None:
         return f"Cannot judge this run: {cannot_judge}"
     if not findings:
         return "No problems found"
-    return max(findings, key=cost_order).sentence
+    # Where a recording is as doubtful as a loss is certain, the loss is what a person can act on.
+    return max(findings, key=lambda f: (f.severity, not is_data_quality(f.code), *cost_order(f))).sentence
 
 
 def no_problems(report: Report) -> str:
