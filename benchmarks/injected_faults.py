@@ -17,6 +17,8 @@ _FROM_HOST = re.compile(r"(?i)HtoD|Host ?-> ?Device")
 _PRODUCT = re.compile(r"(?i)gemm|cutlass|cijk|conv|flash|fmha")
 _ROUNDS = 6
 """How often contention is applied to its own result."""
+_MOST_SLOWDOWN = 4.0
+"""Collectives take a part of the device: kernels that need more waves of blocks are at most a few times slower."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Kind:
     also: tuple[str, ...] = ()
     """Rules that may report its consequence besides."""
     needs_ranks: int = 1
+    by_cost: bool = False
+    """Its size is the share of a step that it costs, for how far transfers or kernels hide it depends on the job."""
 
 
 def slow_rank(job: Job, size: float, rng: random.Random) -> int:
@@ -87,12 +91,7 @@ def slow_collectives(job: Job, size: float, rng: random.Random) -> None:
     Names with more transfer time are more likely: others cost nothing. Nothing in the recording shows how fast they
     could be, so that no slow link is to be found: only that more communication is exposed.
     """
-    times: dict[str, float] = {}
-    for members in job.instances:
-        transfer = members[0][1].end - max(kernel.start for _, kernel in members)
-        name = members[0][1].event["name"]
-        times[name] = times.get(name, 0.0) + max(transfer, 0.0)
-    name = rng.choices(sorted(times), [times[name] for name in sorted(times)])[0]
+    name = _drawn_by_transfer(job, rng, lambda kernel: kernel.event["name"])
     for members in job.instances:
         for _, kernel in members:
             if kernel.event["name"] == name:
@@ -104,7 +103,7 @@ def contention(job: Job, size: float, _rng: random.Random) -> None:
 
     What slower kernels delay changes what overlaps, so the slowdown is applied to its own result until that is steady.
     """
-    slowdown = 1 + 3 * size
+    slowdown = min(1 + 3 * size, _MOST_SLOWDOWN)
     for _ in range(_ROUNDS):
         job.replay()
         for rank in job.ranks:
@@ -281,6 +280,26 @@ def delayed_stream(job: Job, size: float, rng: random.Random) -> None:
                 kernel.delay = delay
 
 
+def slow_group_link(job: Job, size: float, rng: random.Random) -> None:
+    """Let the collectives of one process group transfer more slowly, those of other groups of its kind not."""
+    group = _drawn_by_transfer(job, rng, lambda kernel: str(kernel.group))
+    for members in job.instances:
+        for _, kernel in members:
+            if str(kernel.group) == group:
+                kernel.stretch = 1 + 8 * size
+
+
+def slow_rank_link(job: Job, size: float, rng: random.Random) -> int:
+    """Let one rank's link be slow: its exchanges of all with all end later, its other collectives on all members."""
+    rank = rng.choice(job.ranks)
+    for members in job.instances:
+        if any(member is rank for member, _ in members):
+            for member, kernel in members:
+                if member is rank or "SendRecv" not in kernel.event["name"]:
+                    kernel.stretch = 1 + 8 * size
+    return rank.number
+
+
 def link_degrades(job: Job, size: float, _rng: random.Random) -> None:
     """Let all collectives transfer more slowly from the middle of the recording on."""
     for members in job.instances[len(job.instances) // 2 :]:
@@ -374,8 +393,10 @@ KINDS = (
     Kind("reading scalars", item_calls, ("HOST002",), ("HOST001",)),
     Kind("data stall", data_stall, ("HOST003",)),
     Kind("data stall of one rank", data_stall_of_one, ("HOST003", *_LATE), ("RANK003",), needs_ranks=2),
-    Kind("slow collectives", slow_collectives, ("RANK002", "COMM001"), ("STREAM004",)),
-    Kind("contention", contention, ("STREAM003",), ("COMM001",)),
+    Kind("slow collectives", slow_collectives, ("RANK002", "COMM001", "TP002"), ("STREAM004",), by_cost=True),
+    Kind("slow link of a group", slow_group_link, ("RANK002", "COMM001", "TP002"), ("STREAM004",), 2, by_cost=True),
+    Kind("slow link of a rank", slow_rank_link, ("RANK002", "COMM001", "TP002"), ("STREAM004",), 2, by_cost=True),
+    Kind("contention", contention, ("STREAM003",), ("COMM001",), by_cost=True),
     Kind("allocation retries", allocation_retries, ("MEM001", "MEM007")),
     Kind("checkpoint", checkpoint, ("CKPT001", "CKPT002", "CKPT003")),
     Kind("save without a name", nameless_save, ("STEP001", "HOST001", "HOST002")),
@@ -407,6 +428,15 @@ KINDS = (
 
 def steps_of(rank: Rank) -> list[tuple[float, float]]:
     return rank.steps or [(rank.start, rank.end)]
+
+
+def _drawn_by_transfer(job: Job, rng: random.Random, key: Callable[[Kernel], str]) -> str:
+    """Key of a collective, drawn with the probability of its transfer time, for the others cost nothing."""
+    times: dict[str, float] = {}
+    for members in job.instances:
+        transfer = members[0][1].end - max(kernel.start for _, kernel in members)
+        times[key(members[0][1])] = times.get(key(members[0][1]), 0.0) + max(transfer, 0.0)
+    return rng.choices(sorted(times), [times[value] for value in sorted(times)])[0]
 
 
 def _compute_of_steps(rank: Rank) -> list[list[Kernel]]:

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,13 @@ class Kernel:
         """Whether it exchanges data with other ranks."""
         return self.event["cat"] == "kernel" and _COLLECTIVE.search(self.event["name"]) is not None
 
+    @functools.cached_property
+    def group(self) -> tuple[str, str] | None:
+        """Process group of a collective: its ranks and its name; None where the recording does not state them."""
+        args = self.event.get("args", {})
+        ranks = args.get("Process Group Ranks")
+        return (str(ranks), str(args.get("Process Group Name"))) if ranks else None
+
 
 @dataclass(frozen=True)
 class Pause:
@@ -79,6 +87,29 @@ def kernel_of(event: Event, calls: dict[Any, Event]) -> Kernel:
         returned = float(call["ts"] + call["dur"])
         kernel.submitted = max(launch, min(returned - _CALL_US, start - LATENCY_US))
     return kernel
+
+
+def collective_instances(ranks: "Sequence[Rank]") -> "list[list[tuple[Rank, Kernel]]]":
+    """Collectives of all ranks by process group, in the order of time; all end together, so they match from the last.
+
+    Where one does not state its group, all are of one group.
+    """
+    collectives = [(rank, kernel) for rank in ranks for kernel in rank.kernels if kernel.is_collective]
+    are_grouped = all(kernel.group is not None for _, kernel in collectives)
+    sequences: dict[object, dict[int, list[tuple[Rank, Kernel]]]] = defaultdict(lambda: defaultdict(list))
+    for rank, kernel in collectives:
+        sequences[kernel.group if are_grouped else None][rank.number].append((rank, kernel))
+    instances = []
+    for by_rank in sequences.values():
+        if len(by_rank) < (2 if are_grouped else len(ranks)) or len(ranks) < 2:
+            continue
+        for place in range(1, min(map(len, by_rank.values())) + 1):
+            members = [sequence[-place] for sequence in by_rank.values()]
+            names = {kernel.event["name"] for _, kernel in members}
+            if len(names) != 1:
+                raise ValueError(f"the ranks' collectives differ: {sorted(names)}")
+            instances.append(members)
+    return sorted(instances, key=lambda members: max(kernel.start for _, kernel in members))
 
 
 def recorded_waits(kernels: Sequence[Kernel], calls: Sequence[Event]) -> Iterable[Pause]:

@@ -33,7 +33,17 @@ import msgspec
 from isal import igzip
 
 from benchmarks import perturbation_output
-from benchmarks.perturbation_events import DEVICE, LATENCY_US, RUNTIME, Event, Kernel, Pause, kernel_of, recorded_waits
+from benchmarks.perturbation_events import (
+    DEVICE,
+    LATENCY_US,
+    RUNTIME,
+    Event,
+    Kernel,
+    Pause,
+    collective_instances,
+    kernel_of,
+    recorded_waits,
+)
 
 _WAIT_CALL = re.compile(r"(cuda|hip)StreamWaitEvent")
 _NEAR_US = 20.0
@@ -347,7 +357,7 @@ class Job:
     def __init__(self, ranks: list[Rank]) -> None:
         self.ranks = ranks
         self._recorded_ranks = tuple(ranks)
-        self.instances = _instances(ranks)
+        self.instances = collective_instances(ranks)
         for members in self.instances:
             for _, kernel in members:
                 kernel.members = members
@@ -481,17 +491,3 @@ def _of_ranks(document: dict[str, Any]) -> list[dict[str, Any]]:
         }
         for rank in sorted(events)
     ]
-
-
-def _instances(ranks: list[Rank]) -> list[list[tuple[Rank, Kernel]]]:
-    """Match the collectives of all ranks: all end together, so the last ones of each rank are the same."""
-    sequences = [[kernel for kernel in rank.kernels if kernel.is_collective] for rank in ranks]
-    length = min(map(len, sequences)) if len(ranks) > 1 else 0
-    instances = []
-    for place in range(1, length + 1):
-        members = [(rank, kernels[-place]) for rank, kernels in zip(ranks, sequences, strict=True)]
-        names = {kernel.event["name"] for _, kernel in members}
-        if len(names) != 1:
-            raise ValueError(f"the ranks' collectives differ: {sorted(names)}")
-        instances.append(members)
-    return instances

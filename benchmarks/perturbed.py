@@ -26,6 +26,7 @@ from tracekit.regression import baseline as baselines
 from tracekit.regression import gate
 from tracekit.regression.baseline import Baseline
 from tracekit.rules import cost_attribution, engine
+from tracekit.rules.model_parallel import ExposedTensorParallel
 from tracekit.rules.rule import Finding, Report, Severity
 
 SIZES = (0.05, 0.12, 0.3)
@@ -75,24 +76,29 @@ class Control:
 
     report: Report
     baseline: Baseline
+    below_thresholds: tuple[Finding, ...] = ()
+    """What rules whose costs no replay prices measure in the control, even if it is too little to be reported."""
 
     def cost_ns(self, finding: Finding) -> int:
         """Cost in the control of the cause of a finding on a changed recording, by a replay if it has one."""
         if finding.removals:
             return cost_attribution.saved_by(self.report, finding.removals)
-        return max((other.cost_ns for other in self.report.findings if other.id == finding.id), default=0)
+        same = [other.cost_ns for other in self.report.findings if other.id == finding.id]
+        return max(same or [other.cost_ns for other in self.below_thresholds if other.code == finding.code], default=0)
 
     @classmethod
     def of(cls, report: Report) -> "Control":
         """Return a control by its report."""
-        return cls(report, baselines.of_reports([(report, report.run)]))
+        below_thresholds = tuple(ExposedTensorParallel(max_exposed_ratio=0.0).check(report.run))
+        return cls(report, baselines.of_reports([(report, report.run)]), below_thresholds)
 
 
 def measure(folder: Path, kind: Kind, size: float, seed: int, scratch: Path, control: Control) -> Result:
     """Change a job's recordings, check them, and compare with the control."""
     job = perturbation_graph.load(folder.glob("*.json.gz"))
     steps = max(len(injected_faults.steps_of(job.ranks[0])), 1)
-    culprit = kind.apply(job, size, random.Random(f"{folder.name} {kind.name} {size} {seed}"))
+    key = f"{folder.name} {kind.name} {size} {seed}"
+    culprit = _apply_by_cost(job, kind, size, key) if kind.by_cost else kind.apply(job, size, random.Random(key))
     length_us = max(rank.end for rank in job.ranks) - min(rank.start for rank in job.ranks)
     with tempfile.TemporaryDirectory(dir=scratch) as written:
         report = check_job(job, Path(written))
@@ -121,6 +127,33 @@ def measure(folder: Path, kind: Kind, size: float, seed: int, scratch: Path, con
         tuple(unexpected),
         failures,
     )
+
+
+_STRONGEST = 64.0
+"""A change that costs less than its share of the step even so strong stays as strong."""
+_BISECTIONS = 10
+_NEAR_SHARE = 0.1
+"""How far the cost may be from the share that is asked for."""
+
+
+def _apply_by_cost(job: Job, kind: Kind, share: float, key: str) -> int | None:
+    """Change a job so that its steps take longer by a share; return the rank at fault."""
+    job.replay()
+    whole_us = max(rank.new_end - (rank.first_of_steps.new_start or 0.0) for rank in job.ranks)
+    weakest, strongest = 0.0, _STRONGEST
+    size = 0.5
+    for _ in range(_BISECTIONS):
+        job.undo_changes()
+        kind.apply(job, size, random.Random(key))
+        lost_ratio = job.lost_in_steps_us() / whole_us
+        if abs(lost_ratio / share - 1) < _NEAR_SHARE:
+            break
+        weakest, strongest = (size, strongest) if lost_ratio < share else (weakest, size)
+        size = (
+            min(size * 4, _STRONGEST) if strongest == _STRONGEST and lost_ratio < share else (weakest + strongest) / 2
+        )
+    job.undo_changes()
+    return kind.apply(job, size, random.Random(key))
 
 
 def check_job(job: Job, folder: Path) -> Report:

@@ -31,13 +31,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz.missing", description=__doc__)
     parser.add_argument("--seconds", type=float, default=1e9, help="stop after so many")
     parser.add_argument("--pairs", type=int, default=3000, help="how many pairs (default: 3000)")
-    parser.add_argument("--seed", type=int, default=0, help="of the pairs (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="of the pairs and the sample (default: 0)")
     parser.add_argument("--pairs-only", action="store_true", help="pairs of parts that the log says are read")
+    parser.add_argument(
+        "--sample", type=int, help="instead: so many random changes over all recordings, half of them pairs"
+    )
     parser.add_argument("--of", default="", help="only recordings and parts whose names contain this")
     parser.add_argument("--log", type=Path, help="a line of JSON per case; cases that it has are not tried again")
     options = parser.parse_args()
     deadline = time.monotonic() + options.seconds
     tried = Log(options.log)
+    if options.sample:
+        for case in _sample(options.sample, random.Random(options.seed), options.of):
+            if time.monotonic() > deadline:
+                break
+            tried.add(case)
+        print(tried)
+        return bool(tried.problems)
     singles = _singles(options.of)
     for case in [] if options.pairs_only else singles:
         if time.monotonic() > deadline:
@@ -146,6 +156,20 @@ def _singles(pattern: str) -> list[Case]:
         cases.append((part.what == "name", before[part], part.what == "key", str(folder), folder, part))
         before[part] += 1
     return [case for *_, folder, part in sorted(cases) if pattern in title(case := (folder, (part,)))]
+
+
+def _sample(count: int, source: random.Random, pattern: str) -> Iterator[Case]:
+    """Random changes: each family of recordings in turn, one of its recordings, one or two of its parts."""
+    families: defaultdict[str, list[Path]] = defaultdict(list)
+    for folder in missing_parts.folders():
+        if pattern in str(folder):
+            families[missing_parts.family(folder)].append(folder)
+    for number in range(count):
+        # Two changes in a row of the same recording, which is read and judged unchanged only once.
+        if number % 2 == 0:
+            folder = source.choice(families[sorted(families)[number // 2 % len(families)]])
+            folder_parts = parts_of(folder)
+        yield folder, tuple(source.sample(folder_parts, 1 + number % 2))
 
 
 def _pairs(singles: Sequence[Case], tried: Log, count: int, source: random.Random) -> Iterator[Case]:

@@ -21,7 +21,7 @@ from tracekit.errors import BadTraceError
 from tracekit.ingest import loader
 from tracekit.report import json as report_json
 from tracekit.rules import engine
-from tracekit.rules.rule import Report
+from tracekit.rules.rule import Report, Severity
 
 ROOT = Path(__file__).parents[2]
 Event = dict[str, Any]
@@ -221,6 +221,58 @@ def test_every_event_of_a_kind_may_be_wrong(recording, wrong, tmp_path):
     said, report = judge(changed(traces, places, lambda event: change(event) or [event]), tmp_path / "odd")
     assert said == judge(changed(traces, places, lambda event: []), tmp_path / "without")[0]
     assert {"bad_times", "bad_durations"} & quality(report).keys()
+
+
+UNIT_CASES = [
+    (recording, categories)
+    for recording in ("GPU, two ranks", "CUDA graphs", "CPU, FSDP2", "CPU, stacks")
+    for categories in ((), KERNELS, (*OPS, *ANNOTATIONS, *CALLS))
+    if not (recording.startswith("CPU") and categories == KERNELS)
+]
+
+
+@pytest.mark.parametrize(("recording", "categories"), others_in_accuracy(UNIT_CASES, [UNIT_CASES[1], UNIT_CASES[6]]))
+def test_durations_in_nanoseconds_are_converted(recording, categories, tmp_path):
+    traces = read(RECORDINGS[recording])
+    said, report = judge(with_durations(traces, 1e3, categories), tmp_path)
+    assert said == unchanged(recording)[0]
+    assert "duration_unit" in quality(report)
+
+
+@pytest.mark.parametrize(("recording", "categories"), others_in_accuracy(UNIT_CASES, [UNIT_CASES[0]]))
+def test_durations_in_milliseconds_are_converted(recording, categories, tmp_path):
+    """They have lost the last three digits of ns, so that times are right to half a µs."""
+    traces = read(RECORDINGS[recording])
+    said, report = judge(with_durations(traces, 1e-3, categories), tmp_path)
+    for row, expected in zip(said["summary"], unchanged(recording)[0]["summary"], strict=True):
+        assert row["duration_ns"] == pytest.approx(expected["duration_ns"], rel=1e-3)
+        assert row["compute_ns"] == pytest.approx(expected["compute_ns"], rel=0.05)
+    assert "duration_unit" in quality(report)
+
+
+@pytest.mark.parametrize("factor", others_in_accuracy([1e-3, 1e-6], [1e-3]))
+def test_a_file_in_another_unit_is_an_error(factor, tmp_path):
+    traces = read(RECORDINGS["CPU, FSDP2"])
+    events = [
+        event | {key: float(event[key]) * factor for key in ("ts", "dur") if key in event}
+        for event in next(iter(traces.values()))["traceEvents"]
+    ]
+    name = next(iter(traces))
+    _, report = judge({**traces, name: {**traces[name], "traceEvents": events}}, tmp_path)
+    (finding,) = (f for f in report.findings if f.subject == "time_unit")
+    assert finding.severity == Severity.ERROR
+
+
+def with_durations(
+    traces: dict[str, dict[str, Any]], factor: float, categories: Sequence[str]
+) -> dict[str, dict[str, Any]]:
+    """Return the traces with all durations, or those of some categories, times a factor."""
+
+    def scaled(event: Event) -> Event:
+        is_changed = "dur" in event and (not categories or event.get("cat") in categories)
+        return event | {"dur": float(event["dur"]) * factor} if is_changed else event
+
+    return {name: {**trace, "traceEvents": [*map(scaled, trace["traceEvents"])]} for name, trace in traces.items()}
 
 
 @pytest.mark.parametrize("by_us", others_in_accuracy([2e4, 1e3], [2e4]))

@@ -53,6 +53,10 @@ _KINDS = {
     "truncated": _degrading(_RECORD_AGAIN + "The events before the cut were judged."),
     "bad_times": _degrading("Record again with a newer PyTorch: events with invalid times were left out."),
     "bad_durations": _degrading("Record again with a newer PyTorch: events with wrong durations were left out."),
+    "duration_unit": _Kind(
+        _WARNING, "Write durations in µs, as times are: the unit was inferred from how slices nest."
+    ),
+    "time_unit": _Kind(_ERROR, "Write all times and durations in µs, as PyTorch's profiler does."),
     "unplaced_allocations": _degrading("Record with a newer PyTorch: events of the allocator state their device."),
     "unrecorded_collectives": _degrading(
         "Record with a backend whose collectives the profiler records, such as gloo, and keep its annotations: until "

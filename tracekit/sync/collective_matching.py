@@ -278,7 +278,7 @@ def _smaller_groups(
 
 def _row_instances(matches: list[_Match]) -> pl.DataFrame:
     """Return the instance of each row, unique over all matches. Columns at, instance."""
-    parts, first = [], 0
+    parts, first = [pl.DataFrame(schema={"at": pl.UInt32, "instance": pl.Int64})], 0
     for row, instance, _ in matches:
         number = np.where(instance >= 0, instance + first, UNKNOWN)
         parts.append(pl.DataFrame({"at": row.astype(np.uint32), "instance": number}))

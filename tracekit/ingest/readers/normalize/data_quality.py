@@ -23,6 +23,8 @@ _LEAST_CALLS, _LEAST_RECORDED = 500, 0.01
 """Of the calls of the device runtime profilers record launches, copies and synchronizations: 7% to 100% of all calls
 in complete recordings of PyTorch 1.9 to 2.11, 0.5% in a sampled one."""
 
+_UNIT_OF_SCALE = {1e3: "ms", 1e-3: "ns"}
+"""Unit in which durations were, by the factor that converted them to µs."""
 _LEAST_UNNUMBERED = 100
 """Ops: fewer are a test or a fragment, which nobody samples."""
 
@@ -106,6 +108,16 @@ def _odd(events: Events, odd: OddValues) -> Iterator[Row]:
     if count := sum(reasons.values()):
         named = ", ".join(f"{number:,} {what}" for what, number in reasons.items() if number)
         yield "bad_times", f"Events with wrong times were left out: {named}.", count / total
+    scales = {"host slices": odd.host_scale, "device activities": odd.device_scale}
+    if converted := [f"of {what} in {_UNIT_OF_SCALE[scale]}" for what, scale in scales.items() if scale != 1]:
+        message = f"Durations {' and '.join(converted)}, unlike their times in µs: they were converted."
+        yield "duration_unit", message, 0.0
+    if odd.call_ns is not None:
+        message = (
+            f"Operators take {odd.call_ns} ns in the median, which no call does: the file's times are not in µs, as "
+            "its format demands, so all times and costs are wrong by one factor."
+        )
+        yield "time_unit", message, 1.0
     if odd.overlong:
         longest = max(odd.overlong, key=lambda event: event.dur_ns)
         message = (

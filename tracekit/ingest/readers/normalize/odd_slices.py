@@ -44,6 +44,12 @@ class OddValues:
     """Events that the file has before."""
     unplaced: int = 0
     """Events of the allocator that state no device."""
+    host_scale: float = 1.0
+    """Factor by which durations of the host were converted: 1,000 of ms, 0.001 of ns."""
+    device_scale: float = 1.0
+    """The same of the device."""
+    call_ns: int | None = None
+    """Median time of operators if it is shorter than any call takes; else None."""
 
 
 @dataclass(frozen=True)

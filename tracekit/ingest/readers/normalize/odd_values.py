@@ -7,13 +7,14 @@ PyTorch, HTA, Megatron and Nsight Systems pass without a single event: values th
 import numpy as np
 import polars as pl
 
-from tracekit.ingest.readers.normalize import odd_durations, odd_times
+from tracekit.ingest.readers.normalize import odd_durations, odd_times, odd_units
 from tracekit.ingest.readers.normalize.odd_slices import KIND, OddValues, Slices
 from tracekit.model.nesting import Flags
 
 
 def without_odd_values(slices: Slices, names: pl.Series, odd: OddValues) -> Slices:
     """Return the slices without odd ones, which are counted in `odd`."""
+    slices = odd_units.with_durations_in_unit(slices, odd)
     slices = _without_repeated(slices, odd)
     slices = odd_times.without_distant(slices, odd)
     slices = odd_times.without_shifted_kinds(slices, odd)

@@ -19,6 +19,7 @@ from tracekit.ingest.readers.normalize import (
     numbers,
     odd_durations,
     odd_times,
+    odd_units,
     odd_values,
 )
 from tracekit.ingest.readers.normalize import steps as host_steps
@@ -63,8 +64,8 @@ def build_trace(
     threads, lanes = _lanes(events, slices)
     built = host_slices.build(slices, events.names, events.inputs, threads)
     work_end_ns = int((device["start_ns"] + device["dur_ns"]).max() or 0)  # type: ignore[arg-type]
-    # What is wrong within a wrong slice shows once that one is gone.
-    for _ in range(_MAX_PASSES):
+    # What is wrong within a wrong slice shows once that one is gone. Durations in ms are rounded, so that slices cross.
+    for _ in range(_MAX_PASSES if odd.host_scale <= 1 else 0):
         overlong = odd_durations.overlong_calls(built, work_end_ns)
         if not overlong.any():
             break
@@ -92,7 +93,7 @@ def build_trace(
     activities = schema.ACTIVITIES.conform(activities)
     lanes = lanes.join(work.roles(activities), on="lane", how="left", maintain_order="left")
     lanes = schema.LANES.conform(lanes.with_columns(pl.col("role").fill_null("host")))
-    waited = _with_times(events.syncs, base_ns, odd)
+    waited = odd_units.with_scaled_durations(_with_times(events.syncs, base_ns, odd), odd.device_scale)
     waited = odd_times.within_recording(waited, waited["start_ns"].to_numpy(), timed, odd)
     issues = data_quality.table(
         events, built.steps, odd=odd, undecided=undecided, busy_ns=int(activities["dur_ns"].sum())
