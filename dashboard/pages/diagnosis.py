@@ -45,12 +45,10 @@ def _findings(performance: Findings, run: OpenRun) -> None:
         cannot_judge = run.report.cannot_judge
         nothing_found = "No rule found anything in what was recorded."
         widgets.caption(nothing_found if cannot_judge is None else f"The rules on time did not run: {cannot_judge}")
-    findings.show_all(severe, run, what_if.tick)
+    findings.show_all(severe or rest, run, what_if.tick)
     if severe and rest:
         with st.expander(f"{len(rest)} more for information"):
             findings.show_all(rest, run, what_if.tick)
-    else:
-        findings.show_all(rest, run, what_if.tick)
 
 
 def _breakdown(run: OpenRun) -> tuple[pl.DataFrame, go.Figure | None]:

@@ -6,7 +6,7 @@ import polars as pl
 import streamlit as st
 
 from dashboard import findings, widgets
-from dashboard.pages.page import Page, Tab
+from dashboard.pages.page import Page, Tab, lack_of
 from dashboard.run_entry import RunEntry
 from dashboard.run_store import OpenRun, memory, tables
 from dashboard.run_store.memory import MemoryUsage, SnapshotFile
@@ -42,8 +42,6 @@ COUNTS = {
     "device_allocations": "Device allocations",
     "retries": "Allocation retries (cudaMalloc failed, cache flushed)",
 }
-
-
 _OOM_LABELS = {"peak_ratio": "share", "step_bytes": "per step"}
 
 
@@ -263,16 +261,12 @@ def _save_totals(by_save: pl.DataFrame, clocks: pl.DataFrame) -> None:
             widgets.caption("No save synced its files, so the write rate of the storage is unknown.")
 
 
-def _lack_of_saves(run: OpenRun) -> str:
-    return HOW_TO_RECORD_SAVES if run.table(tables.SAVES).is_empty() else ""
-
-
 PAGE = Page.described_by(
     __doc__,
     "memory",
     tabs=(
-        Tab("memory", show, lambda run: run.headline(headlines.memory)),
-        Tab("checkpoints", show_checkpoints, lambda run: run.headline(headlines.checkpoints), _lack_of_saves),
+        Tab("memory", show, headlines.memory),
+        Tab("checkpoints", show_checkpoints, headlines.checkpoints, lack_of(tables.SAVES, HOW_TO_RECORD_SAVES)),
     ),
     show_snapshots=show_snapshots,
 )

@@ -1,6 +1,6 @@
 """What a page of the dashboard is: navigation, addresses, screenshots, browser tests and docs derive from it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -13,6 +13,7 @@ from dashboard.components.share import control
 from dashboard.run_catalog import Catalog
 from dashboard.run_entry import RunEntry
 from dashboard.run_store import OpenRun, tables
+from dashboard.run_store.tables import Table
 from dashboard.url_state import bind
 from tracekit.report.headlines import Headline
 
@@ -57,9 +58,15 @@ class Tab:
 
     name: str
     show: Callable[[OpenRun], None]
-    headline: Callable[[OpenRun], Headline | None]
+    headline: Callable[..., Headline | None]
+    """A headline of `tracekit.report.headlines`."""
     lack: Callable[[OpenRun], str] = lambda _: ""
     """Returns why a run cannot show it, or ''. The page then has the reason instead of the tab."""
+
+
+def lack_of(table: Table, reason: str) -> Callable[[OpenRun], str]:
+    """Lack of a tab whose run has no rows in a table."""
+    return lambda run: reason if run.table(table).is_empty() else ""
 
 
 @dataclass(frozen=True)
@@ -93,15 +100,12 @@ class Page:
     def open(self, selection: Selection) -> None:
         """Show the page, or say why the selection cannot be shown, and offer to share it. Raises TracekitError."""
         sharing.begin(None if self.needs is Needs.CATALOG else self.title)
-        self._show_selection(selection)
-        control.offer()
-
-    def _show_selection(self, selection: Selection) -> None:
         if self.needs in (Needs.RUN, Needs.WORK):
             self._open_run(selection.runs[0])
-            return
-        arguments = {Needs.ENTRY: selection.runs[0], Needs.SEVERAL: selection.runs}
-        self._show(self.show, self.headline, arguments.get(self.needs, selection))
+        else:
+            arguments = {Needs.ENTRY: selection.runs[0], Needs.SEVERAL: selection.runs}
+            self._show(self.show, self.headline, arguments.get(self.needs, selection))
+        control.offer()
 
     def _show_run(self, run: OpenRun) -> None:
         if not self.tabs:
@@ -118,13 +122,14 @@ class Page:
         def show(run: OpenRun) -> None:
             if len(tabs) > 1:
                 widgets.segments("Tab", TAB, list(tabs))
-            missing = [] if available else [name for name in requested if lacks.get(name)]
-            for name in missing:
-                widgets.info(f"There is no tab {name}: {lacks[name]}")
+            missing = {name: lack for name, lack in lacks.items() if lack}
+            if missing:
+                with st.expander(f"Not in this run: {', '.join(missing)}", expanded=not available and bool(requested)):
+                    for name, lack in missing.items():
+                        widgets.caption(f"**{name}** {widgets.plain(lack)}")
             chosen.show(run)
-            _show_lacks({name: lack for name, lack in lacks.items() if lack and name not in missing})
 
-        self._show(show, chosen.headline, run)
+        self._show(show, lambda run: run.headline(chosen.headline), run)
 
     def _show(self, show: Callable[[Any], None], headline: Callable[[Any], Headline | None] | None, shown: Any) -> None:
         if headline is not None:
@@ -154,11 +159,3 @@ class Page:
             widgets.info(NO_WORK)
         else:
             self._show_run(run)
-
-
-def _show_lacks(lacks: Mapping[str, str]) -> None:
-    """Show why a run has no tabs of these names."""
-    if lacks:
-        with st.expander(f"Not in this run: {', '.join(lacks)}"):
-            for name, lack in lacks.items():
-                st.markdown(f"- **{name}** {widgets.plain(lack)}")

@@ -6,14 +6,13 @@ import polars as pl
 import streamlit as st
 
 from dashboard import findings, moments, rank_choice, widgets
-from dashboard.pages.page import Needs, Page, Tab
+from dashboard.pages.page import Needs, Page, Tab, lack_of
 from dashboard.run_store import OpenRun, tables
 from dashboard.sections import contention, parallelism
 from dashboard.url_state import bind
 from tracekit.model import units
 from tracekit.model.intervals import Window
 from tracekit.report import charts, headlines, rank_selection
-from tracekit.report.headlines import Headline
 
 ALL_STEPS = "all"
 ABOUT = {
@@ -236,10 +235,6 @@ def show_bandwidth(run: OpenRun) -> None:
     _collectives(run, run.table(tables.COLLECTIVES))
 
 
-def _lack_of_collectives(run: OpenRun) -> str:
-    return NO_COLLECTIVE if run.table(tables.COLLECTIVES).is_empty() else ""
-
-
 def _bandwidth(run: OpenRun) -> None:
     widgets.subheader("Bandwidth by message size")
     speeds = _with_axes(run, run.table(tables.COLLECTIVE_SPEEDS))
@@ -279,21 +274,26 @@ def _collectives(run: OpenRun, kinds: pl.DataFrame) -> None:
             widgets.frame(by_rank, key="collectives-by-rank")
 
 
-def _parallelism_headline(run: OpenRun) -> Headline | None:
-    return run.headline(headlines.parallelism)
-
-
 PAGE = Page.described_by(
     __doc__,
     "ranks",
     needs=Needs.WORK,
     tabs=(
-        Tab("waiting", show_waits, lambda run: run.headline(headlines.ranks)),
-        Tab("exposed communication", show_exposed, lambda run: run.headline(headlines.communication)),
-        Tab("bandwidth", show_bandwidth, lambda run: run.headline(headlines.communication), _lack_of_collectives),
-        Tab("contention", contention.show, lambda run: run.headline(headlines.slowed_kind), contention.lacks),
-        Tab("pipeline", parallelism.show_pipeline, _parallelism_headline, parallelism.lack_of_pipeline),
-        Tab("mesh", parallelism.show_mesh, _parallelism_headline, parallelism.lack_of_axes),
-        Tab("experts", parallelism.show_experts, _parallelism_headline, parallelism.lack_of_experts),
+        Tab("waiting", show_waits, headlines.ranks),
+        Tab("exposed communication", show_exposed, headlines.communication),
+        Tab("bandwidth", show_bandwidth, headlines.communication, lack_of(tables.COLLECTIVES, NO_COLLECTIVE)),
+        Tab(
+            "contention", contention.show, headlines.slowed_kind,
+            lambda run: "" if run.table(tables.DEVICES)["devices"].sum() else contention.WITHOUT_DEVICE,
+        ),
+        Tab(
+            "pipeline", parallelism.show_pipeline, headlines.parallelism,
+            lack_of(tables.PIPELINE_BUBBLES, parallelism.NO_PIPELINE),
+        ),
+        Tab("mesh", parallelism.show_mesh, headlines.parallelism, parallelism.lack_of_axes),
+        Tab(
+            "experts", parallelism.show_experts, headlines.parallelism,
+            lack_of(tables.EXPERT_LOAD, parallelism.NO_EXPERTS),
+        ),
     ),
-)
+)  # fmt: skip

@@ -10,17 +10,7 @@ from typing import Any, TypeAlias
 import polars as pl
 import streamlit as st
 
-from dashboard import (
-    crashes,
-    findings,
-    flame_graph,
-    moments,
-    rank_choice,
-    run_store,
-    sharing,
-    step_comparison,
-    widgets,
-)
+from dashboard import crashes, findings, flame_graph, moments, rank_choice, run_store, sharing, step_comparison, widgets
 from dashboard.components.perfetto import export
 from dashboard.components.timeline import address, timeline_store
 from dashboard.components.timeline.timeline import timeline
@@ -343,15 +333,10 @@ def _at(opened: OpenTimeline, row: pl.DataFrame, ranks: tuple[int, ...], *, key:
     start_ns, past_ns = max(begin_ns - around_ns, origin_ns), min(last_ns + around_ns, end_ns)
     track = _host_track(opened, rank, (begin_ns, last_ns)) if is_of_host else None
     if track is None and not ranks[1:]:  # several are folded
-        track = _track(opened, rank, lane)
+        tracks = opened.scene.tracks.filter(pl.col("rank") == rank)
+        of_lane = tracks.filter(pl.col("lane") == pl.lit(lane, pl.Int64))
+        track = (of_lane if of_lane.height else tracks)["track"].first()
     return Jump(start_ns - origin_ns, past_ns - origin_ns, track, key, ranks)
-
-
-def _track(opened: OpenTimeline, rank: int, lane: int | None) -> int | None:
-    tracks = opened.scene.tracks.filter(pl.col("rank") == rank)
-    of_lane = tracks.filter(pl.col("lane") == pl.lit(lane, pl.Int64))
-    track: int | None = (of_lane if of_lane.height else tracks)["track"].first()
-    return track
 
 
 def _host_track(opened: OpenTimeline, rank: int, span: Window) -> int | None:

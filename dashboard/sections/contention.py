@@ -14,11 +14,6 @@ WITHOUT_DEVICE = (
 MAX_PAIRS = 500
 
 
-def lacks(run: OpenRun) -> str:
-    """Why the run cannot show contention, or ''."""
-    return "" if run.table(tables.DEVICES)["devices"].sum() else WITHOUT_DEVICE
-
-
 def show(run: OpenRun) -> None:
     """Draw which work ran concurrently with which other work, and what that cost."""
     with st.spinner("Measuring"):

@@ -5,9 +5,8 @@ import streamlit as st
 
 from dashboard import moments, run_store, widgets
 from dashboard.run_entry import RunEntry
-from dashboard.run_store import OpenRun, tables
-from dashboard.run_store import critical_path as run_paths
-from dashboard.run_store.critical_path import CriticalPath
+from dashboard.run_store import OpenRun, tables, what_if
+from dashboard.run_store.what_if import CriticalPath
 from dashboard.url_state import bind
 from tracekit.errors import RuleError, TracekitError
 from tracekit.model import units
@@ -25,13 +24,11 @@ def choose(entry: RunEntry) -> CriticalPath | None:
     try:
         run = run_store.open_run(entry)
         steps = run.table(tables.BREAKDOWN_BY_STEP)["step"].drop_nulls().unique().sort().to_list()
-        step: int | None = None
-        if steps:
-            representative = run.result_of(tables.representative_step)
-            default = representative["step"] if representative else steps[0]
-            step = st.selectbox("Step", steps, key=bind("step", steps, default), width=160)
+        representative = run.result_of(tables.representative_step) or {}
+        default = representative.get("step")
+        step = st.selectbox("Step", steps, key=bind("step", steps, default), width=160) if steps else None
         with st.spinner("Walking back from the end of the step"):
-            return run_paths.explain(run, step)
+            return what_if.critical_path(run, step)
     except (TracekitError, RuleError) as error:
         widgets.caption(widgets.plain(f"The critical path is not shown: {error}"))
         return None
@@ -76,7 +73,7 @@ def _numbers(path: CriticalPath) -> None:
 
 def _chart(run: OpenRun, path: CriticalPath) -> None:
     widgets.subheader("Path, first to last")
-    parts = run_paths.placed_parts(run, path)
+    parts = what_if.placed_parts(run, path)
     clicked = widgets.clickable(charts.critical_path(parts, path.start_ns), key=f"critical-path-{run.entry.name}")
     if clicked is None:
         widgets.caption(

@@ -3,7 +3,7 @@
 import polars as pl
 import streamlit as st
 
-from dashboard import findings, sharing, widgets
+from dashboard import findings, widgets
 from dashboard.run_store import OpenRun, tables
 from tracekit.model import units
 
@@ -19,7 +19,6 @@ _CONTENTS = {
     "step_times": "with step time",
 }
 """The headings of what a rank recorded."""
-NO_ISSUE = "The files have no data-quality issue."
 
 
 def show(run: OpenRun) -> None:
@@ -30,8 +29,7 @@ def show(run: OpenRun) -> None:
     issues = findings.of_families(run.report.findings, ("DATA",))
     findings.show_all(issues, run)
     if not issues:
-        st.success(NO_ISSUE, icon=":material/check:")
-        sharing.text("caption", NO_ISSUE)
+        widgets.caption("The files have no data-quality issue.")
     _contents(run)
     _clocks(run)
     _missing(missing)

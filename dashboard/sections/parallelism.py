@@ -15,7 +15,7 @@ SOURCES = {
     "inferred": "inferred from the collectives of the groups",
 }
 """How the axis of a group is known, in words."""
-NO_GROUPS = "The traces contain no collectives or sends of process groups."
+NO_AXIS = "The traces contain no groups of collectives or sends whose axis is known."
 NO_PIPELINE = "The run has no spans of a schedule, and no sends and receives between stages."
 NO_EXPERTS = "The run has no all-to-alls that bring tokens to experts."
 NO_MESH = (
@@ -33,19 +33,9 @@ def show_mesh(run: OpenRun) -> None:
 def lack_of_axes(run: OpenRun) -> str:
     """Why the run has no mesh to show, or ''."""
     axes = run.table(tables.GROUP_AXES)["axis"].drop_nulls().unique()
-    if run.table(tables.GROUP_AXES).is_empty():
-        return NO_GROUPS
-    return "" if axes.len() > 1 else f"Its groups have one axis, {axes[0]}." if axes.len() else NO_MESH
-
-
-def lack_of_pipeline(run: OpenRun) -> str:
-    """Why the run has no pipeline to show, or ''."""
-    return NO_PIPELINE if run.table(tables.PIPELINE_BUBBLES).is_empty() else ""
-
-
-def lack_of_experts(run: OpenRun) -> str:
-    """Why the run has no tokens of experts to show, or ''."""
-    return NO_EXPERTS if run.table(tables.EXPERT_LOAD).is_empty() else ""
+    if axes.len() > 1:
+        return ""
+    return f"Its groups have one axis, {axes[0]}." if axes.len() else NO_AXIS
 
 
 def show_experts(run: OpenRun) -> None:

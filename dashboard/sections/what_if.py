@@ -19,6 +19,7 @@ from tracekit.report.render import html as render_html
 WITHOUT, SAVINGS, PRICE = "without", "savings", "price"
 """Parameters of the address: the causes that are removed, whether all savings are shown, and a GPU-hour's price."""
 MAX_PRICE = 10_000.0
+PRICE_HELP = "In any currency; shows what each change is worth per day of training"
 NOTHING, NETWORK, FEWER = "choose one", "another network", "fewer recomputed layers"
 CHOICES = (NOTHING, NETWORK, *what_if.STRATEGIES, FEWER)
 TIMES = (0.1, 0.25, 0.5, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0)
@@ -122,15 +123,8 @@ def _signed_share(ratio: float) -> str:
 def _price(gpus: int | None) -> float | None:
     if not gpus:
         return None
-    price = st.number_input(
-        f"Price of a GPU-hour ({gpus:,} GPUs)",
-        0.0,
-        MAX_PRICE,
-        step=0.5,
-        key=bind_number(PRICE, 0.0, MAX_PRICE, 0.0),
-        width=230,
-        help="In any currency; shows what each change is worth per day of training",
-    )
+    label, key = f"Price of a GPU-hour ({gpus:,} GPUs)", bind_number(PRICE, 0.0, MAX_PRICE, 0.0)
+    price = st.number_input(label, 0.0, MAX_PRICE, step=0.5, key=key, width=230, help=PRICE_HELP)
     return float(price) or None
 
 

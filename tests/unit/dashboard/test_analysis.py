@@ -250,4 +250,4 @@ def test_a_tab_that_a_run_lacks_says_why_and_the_first_is_shown(tmp_path):
     shown = page("ranks", tmp_path / "run", tab="pipeline")
     assert not shown.exception
     assert shown.session_state["tab"] == "waiting"
-    assert parallelism.NO_PIPELINE in shown.info[0].value
+    assert parallelism.NO_PIPELINE in _said(shown)

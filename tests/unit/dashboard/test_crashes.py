@@ -52,7 +52,7 @@ def test_a_page_that_raises_is_named_with_its_reason_and_a_report(monkeypatch, r
 
 
 def test_a_headline_that_raises_leaves_its_page(monkeypatch, run):
-    def headline(_):
+    def headline(*_):
         raise KeyError("late")
 
     tabs = tuple(replace(tab, headline=headline) for tab in ranks.PAGE.tabs)
