@@ -26,6 +26,10 @@ def _heading(page, text):
     return page.locator(f"{TEXT} h3").filter(has_text=text)
 
 
+def _open_tab(page, name):
+    page.locator(".st-key-tab").get_by_text(name, exact=True).click()
+
+
 def _says(page, text):
     expect(page.locator(TEXT)).to_contain_text(text)
 
@@ -44,12 +48,12 @@ def at(shown):
 
 def test_communication_shows_exposed_time_causes_of_gaps_and_waiting(at):
     page = at("Ranks and communication")
-    page.get_by_text("exposed communication", exact=True).click()
+    _open_tab(page, "exposed communication")
     for heading in ("Exposed communication", "Why no collective runs", "Why nothing computes"):
         expect(_heading(page, heading)).to_be_visible()
     hidden = page.locator(".st-key-communication-hidden .barlayer .point")
     expect(hidden).to_have_count(3 * 2)  # parts by ranks
-    page.get_by_text("bandwidth", exact=True).click()
+    _open_tab(page, "bandwidth")
     expect(_heading(page, "Collectives")).to_be_visible()
     _says(page, "how to record them")  # this run has no sizes
     assert_clean(page)
@@ -57,7 +61,7 @@ def test_communication_shows_exposed_time_causes_of_gaps_and_waiting(at):
 
 def test_contention_says_that_nothing_ran_at_the_same_time(at):
     page = at("Ranks and communication")
-    page.get_by_text("contention", exact=True).click()
+    _open_tab(page, "contention")
     _says(page, "No two kinds of work ran at the same time")
     assert_clean(page)
 
@@ -122,7 +126,7 @@ def test_data_quality_says_what_is_missing_and_what_was_judged(at):
 
 def test_a_cell_of_the_map_of_ranks_leads_to_its_step(at):
     page = at("Ranks and communication")
-    page.get_by_text("waiting", exact=True).click()
+    _open_tab(page, "waiting")
     cells = page.locator("[class*=st-key-ranks-map] .barlayer .point path")
     expect(cells).to_have_count(2 * len(recorded.STEPS))
     settle(page)
