@@ -200,7 +200,11 @@ def test_a_query_does_not_lock_the_run_while_it_executes(runs):
 def test_what_was_measured_is_shown_while_another_session_reads_the_run(runs):
     (entry,) = run_catalog.list_runs([str(runs / recorded.GOOD)]).entries
     run = run_store.open_run(entry)
-    made = run.table(tables.BREAKDOWN_BY_STEP), run.remember("a result", lambda of: of.name), run.step_time_ns
+    made = (
+        run.table(tables.BREAKDOWN_BY_STEP),
+        run.remember("a result", lambda of: of.name),
+        run.result_of(tables.representative_step),
+    )
     reads, ends = threading.Event(), threading.Event()
 
     def read(_):
@@ -211,7 +215,11 @@ def test_what_was_measured_is_shown_while_another_session_reads_the_run(runs):
         reading = sessions.submit(run.compute, read)
         reads.wait(TIMEOUT_S)
         other = sessions.submit(
-            lambda: (run.table(tables.BREAKDOWN_BY_STEP), run.remember("a result", pytest.fail), run.step_time_ns)
+            lambda: (
+                run.table(tables.BREAKDOWN_BY_STEP),
+                run.remember("a result", pytest.fail),
+                run.result_of(tables.representative_step),
+            )
         )
         try:
             shown = other.result(TIMEOUT_S / 2)
