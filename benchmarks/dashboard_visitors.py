@@ -49,7 +49,7 @@ def _tasks(port: int, run_name: str, other: str) -> dict[str, Callable[[], objec
     tasks: dict[str, Callable[[], object]] = {"none": lambda: time.sleep(5)}
     for label, run in (("a large run", other), ("the same run", run_name)):
         for page in HEAVY_PAGES:
-            tasks[f"opens {page or 'the overview'} of {label}"] = lambda page=page, run=run: _visit(port, page, run)  # type: ignore[misc]
+            tasks[f"opens {page or 'the diagnosis'} of {label}"] = lambda page=page, run=run: _visit(port, page, run)  # type: ignore[misc]
         for name, text in HEAVY_QUERIES.items():
             tasks[f"{name}, {label}"] = lambda text=text, run=run: _query(port, run, text)  # type: ignore[misc]
     return tasks

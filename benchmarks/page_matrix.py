@@ -27,13 +27,22 @@ THEMES: tuple[Theme, ...] = ("light", "dark")
 WIDTHS = (1440, 800)
 LEAST_HEIGHT, MARGIN_PX, MAX_HEIGHT = 900, 80, 12_000
 VIEWS: Mapping[str, Mapping[str, str]] = {
-    "runs": {"charts": "view=charts"},
+    "runs": {"charts": "view=charts", "trends": "view=trends"},
+    "diagnosis": {"trust": "trust=True", "savings": "savings=True", "without": "without=straggler"},
     "timeline": {
         "range": "range=10000000-50000000",
         "flame": "flame=10000000-50000000",
         "pair": "with={other}",
+        "path": "path=True",
     },
-    "ranks": {"step_time": f"colour={ranks.SLOWER}"},
+    "ranks": {
+        "step_time": f"colour={ranks.SLOWER}",
+        **{
+            tab.replace(" ", "_"): f"tab={quote(tab)}"
+            for tab in ("exposed communication", "bandwidth", "contention", "pipeline", "mesh", "experts")
+        },
+    },
+    "memory": {"checkpoints": "tab=checkpoints"},
     "kernels": {
         view.replace(" ", "_"): f"what={quote(view)}" for view in ("operators", "modules", "call stacks", "roofline")
     },

@@ -49,7 +49,7 @@ class Shot:
     search: str = ""
     """What to search on the timeline: the first match is selected."""
     view: str = ""
-    """Another view of the page, by its name in the address; the picture's name ends with it."""
+    """What the picture shows of the page, where it is not what the page opens with; its name ends with it."""
 
     @property
     def picture(self) -> str:
@@ -60,24 +60,27 @@ class Shot:
 SETTINGS = {
     shot.name: shot
     for shot in (
-        Shot("overview", height=HEIGHT),
+        Shot("diagnosis", height=1150),
         Shot("timeline", "demo-yafsdp&from=1130000000&to=1400000000", 960, search="gloo:all_gather"),
-        Shot("communication", height=1250),
-        Shot("contention", SIMULATED, 1150),
-        Shot("parallelism", "parallelism/pipeline-1f1b", 1150),
-        Shot("criticalpath", SIMULATED, 1250),
         Shot("memory", scroll_to="Allocated over time"),
-        Shot("checkpoints", scroll_to="Training blocked"),
-        Shot("whatif", "demo-yafsdp&without=checkpoint&without=straggler", 1250),
         Shot("sql", height=HEIGHT, press="Run"),
         Shot("compare", "demo-yafsdp&compare=demo-fsdp2"),
         Shot("plan", height=HEIGHT),
-        Shot("history", height=960),
         Shot("runs", height=HEIGHT),
     )
 }
 """Settings of pages whose top would not show enough."""
-VIEWS = (Shot("runs", height=1250, view="charts"),)
+VIEWS = (
+    Shot("diagnosis", "demo-yafsdp&savings=True&without=checkpoint", 1250, "Savings of all", view="savings"),
+    Shot("diagnosis", "demo-yafsdp&trust=True", 1150, view="trust"),
+    Shot("timeline", f"{SIMULATED}&path=True", 1250, "Path, first", view="path"),
+    Shot("ranks", "demo-yafsdp&tab=exposed communication", 1250, view="communication"),
+    Shot("ranks", f"{SIMULATED}&tab=contention", 1150, view="contention"),
+    Shot("ranks", "parallelism/pipeline-1f1b&tab=pipeline", 1150, view="pipeline"),
+    Shot("memory", "demo-yafsdp&tab=checkpoints", view="checkpoints"),
+    Shot("runs", "demo-yafsdp&view=charts", 1250, view="charts"),
+    Shot("runs", "demo-yafsdp&view=trends", 960, view="trends"),
+)
 """Pictures of views in addition to those that pages open with."""
 
 
@@ -219,8 +222,7 @@ def shoot(url: str, shots: Sequence[Shot], *, run: str | None, dark: bool, full:
         page.set_default_timeout(WAIT_MS)
         for shot in shots:
             page.set_viewport_size({"width": WIDTH, "height": shot.height})
-            view = f"&view={shot.view}" if shot.view else ""
-            page.goto(f"{url}/{shot.name}?run={quote(run or shot.run, safe='&=')}{view}")
+            page.goto(f"{url}/{shot.name}?run={quote(run or shot.run, safe='&=')}")
             page.locator(".tk-title").wait_for()
             settle(page)
             if shot.press:

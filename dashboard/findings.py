@@ -1,10 +1,10 @@
-"""Findings on pages: cards with evidence, and rules by family, those of plug-ins included.
+"""Findings on pages: cards with their moment and evidence, and rules by family, those of plug-ins included.
 
 A rule's family is the letters of its code: COMM of COMM001.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import polars as pl
@@ -13,6 +13,7 @@ import streamlit as st
 from dashboard import downloads, moments, sharing, widgets
 from dashboard.run_store import OpenRun, tables
 from tracekit.model import escaping, units
+from tracekit.replay.graph.causes.cause import Kind
 from tracekit.report import html_fragments, phrases
 from tracekit.rules.registry import all_rules
 from tracekit.rules.rule import Finding, Report
@@ -22,28 +23,31 @@ Findings: TypeAlias = dict[str, Finding]
 
 SHOWN_FINDING = "shown_finding"
 MAX_EVIDENCE_ROWS, SHARED_ROWS = 1000, 8
-FAMILIES_WITH_A_PAGE = ("STEP", "COMM", "RANK", "PIPE", "TP", "EP", "STREAM", "HOST", "COMP", "MEM", "CKPT", "DATA")
-"""The families of our own rules: those of STEP are on the overview, which lists all findings."""
 COLUMNS = {
     "family": pl.String, "code": pl.String, "rule": pl.String, "findings": pl.Int64, "impact_ratio": pl.Float64,
     "cost_ns": pl.Int64, "upper_bound_ratio": pl.Float64, "upper_bound_ns": pl.Int64, "could not judge": pl.String,
 }  # fmt: skip
 
 
-def show(finding: Finding, run: OpenRun, *, key: str) -> None:
-    """Show a finding with its evidence and a button that opens the timeline there."""
+def show(finding: Finding, run: OpenRun, *, key: str, tick: Callable[[str, str], None] | None = None) -> None:
+    """Show a finding with a button that opens the timeline at its moment, and its evidence.
+
+    `tick` draws the box that removes its cause, of this name and the finding's key, from a prediction.
+    """
     with st.container(border=True):
         st.html(html_fragments.finding(finding))
         sharing.html(escaping.fragment("card", html_fragments.finding(finding)))
+        head, selection = finding.evidence.head(MAX_EVIDENCE_ROWS), None
+        with st.container(horizontal=True, vertical_alignment="center"):
+            if phrases.has_moment(finding):
+                selection = f"evidence-{run.entry.name}-{key}"
+                _show_in_timeline(finding, run, moments.selected_row(head, selection), key=key)
+            if tick is not None and finding.what_if is not None:
+                tick(finding.what_if.cause.name, key)
         rows = finding.evidence.height
         if not rows:
             return
         with st.expander(f"Evidence, {units.count(rows, 'row')}"):
-            head, selection = finding.evidence.head(MAX_EVIDENCE_ROWS), None
-            if phrases.has_moment(finding):
-                selection = f"evidence-{run.entry.name}-{key}"
-                # Above the table, which appears a moment later and would move the button away from the pointer.
-                _show_in_timeline(finding, run, moments.selected_row(head, selection), key=key)
             widgets.frame(
                 phrases.from_run_start(head, run.table(tables.RUN_CLOCK)), selection=selection, shared_rows=SHARED_ROWS
             )
@@ -53,24 +57,24 @@ def show(finding: Finding, run: OpenRun, *, key: str) -> None:
 
 
 def _show_in_timeline(finding: Finding, run: OpenRun, row: Mapping[str, Any] | None, *, key: str) -> None:
-    """Offer to show the selected row of the evidence, else the longest one."""
+    """Offer to show the selected row of the evidence, else the one that the finding quotes."""
     label = "Show in the timeline" if row is None else f"Show {moments.name(row)} in the timeline"
     if not st.button(label, key=f"show-{key}", help="Select a row of the evidence to show that one"):
         return
     st.session_state[SHOWN_FINDING] = key
+    row = row or moments.quoted_row(finding)
     if row is not None:
-        moments.show(run.entry, row, ranks=moments.late_and_waiting(finding.evidence, row))
-    widgets.go_to("timeline", finding=key)
+        moments.show(run.entry, row, ranks=moments.leading_ranks(finding.evidence, row), finding=key)
 
 
-def show_all(findings: Findings, run: OpenRun) -> None:
+def show_all(findings: Findings, run: OpenRun, tick: Callable[[str, str], None] | None = None) -> None:
     """Show findings one below the other."""
     for key, finding in findings.items():
-        show(finding, run, key=key)
+        show(finding, run, key=key, tick=tick)
 
 
 def show_families(run: OpenRun, *families: str) -> None:
-    """Show the findings of some families, folded: the overview shows their cost too."""
+    """Show the findings of some families, folded: the page Diagnosis shows all."""
     findings = of_families(run.report.findings, families)
     if not findings:
         return
@@ -89,8 +93,13 @@ def by_key(findings: Sequence[Finding]) -> Findings:
     return {f"{number}-{finding.id}": finding for number, finding in enumerate(findings)}
 
 
+def is_of_host(finding: Finding) -> bool:
+    """Whether the cause of a finding is on the host, so that its threads show why."""
+    return family(finding.code) == "HOST" or (finding.what_if is not None and finding.what_if.cause.kind is Kind.HOST)
+
+
 def of_families(findings: Sequence[Finding], families: Sequence[str]) -> Findings:
-    """Return the findings of some families by their keys on the overview."""
+    """Return the findings of some families by their keys among all findings."""
     return {key: finding for key, finding in by_key(findings).items() if family(finding.code) in families}
 
 

@@ -192,4 +192,4 @@ def _openable(clicked: tuple[object, ...] | None, runs: Sequence[_Run], *, key: 
     """Offer to open the run of a clicked point."""
     name = next((run.entry.name for run in runs if clicked and run.entry.name == clicked[0]), None)
     if name is not None and st.button(f"Open {widgets.plain(escaping.inert(name, 60))}", key=f"open-{key}"):
-        widgets.go_to("overview", run=name)
+        widgets.go_to("diagnosis", run=name)

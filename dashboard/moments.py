@@ -12,38 +12,43 @@ import streamlit as st
 from dashboard import widgets
 from dashboard.run_entry import RunEntry
 from tracekit.report import phrases
+from tracekit.rules.rule import Finding
 
 SHOWN = "shown_moment"
 """The state with the moment that the timeline opens: run, window, rank, start_ns, dur_ns and ranks."""
 COLUMNS = ("window", "rank", "start_ns", "dur_ns")
 MAX_WAITING = 7
+_MOMENT = ("rank", "start_ns", "dur_ns")
 
 
-def show(entry: RunEntry, row: Mapping[str, Any], *, ranks: Sequence[int] = ()) -> None:
+def show(entry: RunEntry, row: Mapping[str, Any], *, ranks: Sequence[int] = (), **parameters: Any) -> None:
     """Open the timeline at a moment: rank, start_ns (on the clock of the rank's trace), dur_ns, and window (0).
 
-    `ranks` are placed at its top, in this order.
+    `ranks` are placed at its top, in this order; `parameters` are further choices of the page.
     """
     window = row.get("window") or 0
-    place = {"run": entry.name, "window": window, "ranks": tuple(ranks)}
-    st.session_state[SHOWN] = place | {name: row[name] for name in ("rank", "start_ns", "dur_ns")}
-    widgets.go_to("timeline", **({"window": window} if window else {}))
+    place = {"run": entry.name, "window": window, "ranks": tuple(ranks) or (row["rank"],)}
+    st.session_state[SHOWN] = place | {name: row[name] for name in _MOMENT}
+    widgets.go_to("timeline", **({"window": window} if window else {}), **parameters)
 
 
-def late_and_waiting(rows: pl.DataFrame, row: Mapping[str, Any] | None = None) -> tuple[int, ...]:
-    """Return the late rank of a row of evidence, by default of the longest, and the ranks that wait for it longest.
+def quoted_row(finding: Finding) -> Mapping[str, Any] | None:
+    """Row of evidence whose moment the sentence of a finding quotes (`phrases.place`); None where none has a moment."""
+    return finding.evidence.drop_nulls(_MOMENT).row(0, named=True) if phrases.has_moment(finding) else None
 
-    Empty where the rows name no late rank.
+
+def leading_ranks(rows: pl.DataFrame, row: Mapping[str, Any]) -> tuple[int, ...]:
+    """Ranks at the top of the timeline for a row of evidence: the late rank, then those that wait longest for it.
+
+    Only the row's own rank where the row names no late rank.
     """
-    column = next((name for name in phrases.LATE_RANK_COLUMNS if name in rows.columns), None)
-    timed = rows.drop_nulls([column, "rank", "dur_ns"]) if column else rows.clear()
-    if column is None or timed.is_empty() or (row is not None and row[column] is None):
-        return ()
-    late = row[column] if row is not None else timed.sort("dur_ns", descending=True)[column][0]
-    waits = timed.filter(pl.col(column) == late, pl.col("rank") != late)
+    column = next((name for name in phrases.LATE_RANK_COLUMNS if row.get(name) is not None), None)
+    if column is None:
+        return (int(row["rank"]),)
+    late = int(row[column])
+    waits = rows.drop_nulls([column, "rank", "dur_ns"]).filter(pl.col(column) == late, pl.col("rank") != late)
     longest = waits.group_by("rank").agg(pl.col("dur_ns").max()).sort("dur_ns", "rank", descending=[True, False])
-    row_rank = [row["rank"]] if row is not None and row["rank"] != late else []
-    return tuple(dict.fromkeys([int(late), *row_rank, *longest["rank"].head(MAX_WAITING).to_list()]))
+    return tuple(dict.fromkeys([late, int(row["rank"]), *longest["rank"].head(MAX_WAITING).to_list()]))
 
 
 def selected_row(rows: pl.DataFrame, selection: str) -> Mapping[str, Any] | None:
@@ -51,7 +56,7 @@ def selected_row(rows: pl.DataFrame, selection: str) -> Mapping[str, Any] | None
     state = st.session_state.get(selection) or {}
     numbers = state.get("selection", {}).get("rows", [])
     row = rows.row(numbers[0], named=True) if numbers and numbers[0] < rows.height else None
-    return row if row is not None and None not in (row["rank"], row["start_ns"], row["dur_ns"]) else None
+    return row if row is not None and None not in (row[name] for name in _MOMENT) else None
 
 
 def name(row: Mapping[str, Any]) -> str:
@@ -68,4 +73,4 @@ def table(entry: RunEntry, rows: pl.DataFrame, cells: pl.DataFrame, *, key: str)
     row = selected_row(rows, selection)
     label = "Show in the timeline" if row is None else f"Show {name(row)} in the timeline"
     if place.button(label, key=f"{key}-show", disabled=row is None, help="Select a row of the table first") and row:
-        show(entry, row, ranks=late_and_waiting(rows, row))
+        show(entry, row, ranks=leading_ranks(rows, row))

@@ -33,8 +33,6 @@ MISSING = "—"
 FULL_NAME = "full name"
 _MAX_WHOLE_NAME = 60
 """Tables without a longer name of a kernel show all names as they are."""
-SHOWN_PATH = "shown_path"
-"""The step whose critical path the timeline shows: a mapping with the names run and step."""
 MAX_PRESELECTED = 4
 MAX_COMPARED = 8
 BYTES = "localized"
@@ -116,7 +114,7 @@ def try_reading(entry: RunEntry, read: Callable[[RunEntry], _T], doing: str = "R
 def snapshots_only(entry: RunEntry) -> None:
     """Show that a run has memory snapshots and no traces, and offer the page that shows it."""
     info(plain(entry.problem))
-    if st.button("Open the page Memory", type="primary", key=f"memory-of-{entry.name}"):
+    if st.button("Open the page Memory and checkpoints", type="primary", key=f"memory-of-{entry.name}"):
         go_to("memory", **{RUN: entry.name})
 
 

@@ -1,37 +1,31 @@
 """The pages of the dashboard, one module each. A page is added by its module and one entry in `PAGES`."""
 
 import re
+from collections.abc import Mapping
 from importlib.metadata import EntryPoint
 
-from dashboard.pages import (
-    checkpoints,
-    communication,
-    compare,
-    contention,
-    critical_path,
-    history,
-    kernels,
-    memory,
-    overview,
-    parallelism,
-    plan,
-    quality,
-    ranks,
-    runs,
-    sql,
-    timeline,
-    whatif,
-)
-from dashboard.pages.page import TOOLS, Needs, Page
+from dashboard.pages import compare, diagnosis, kernels, memory, plan, ranks, runs, sql, timeline
+from dashboard.pages.page import TAB, TOOLS, Needs, Page
 from tracekit.model import plugins
 
 # In the order of the sidebar.
-_MODULES = (
-    runs, overview, timeline, ranks, parallelism, communication, contention, kernels, memory, checkpoints,
-    critical_path, whatif, sql, quality, compare, plan, history,
-)  # fmt: skip
+_MODULES = (runs, diagnosis, timeline, ranks, kernels, memory, compare, sql, plan)
 PAGES: tuple[Page, ...] = tuple(module.PAGE for module in _MODULES)
-DEFAULT = overview.PAGE
+DEFAULT = diagnosis.PAGE
+MOVED: Mapping[str, tuple[str, Mapping[str, list[str]]]] = {
+    "overview": (DEFAULT.address, {}),
+    DEFAULT.address: (DEFAULT.address, {}),
+    "quality": (DEFAULT.address, {diagnosis.TRUST: ["True"]}),
+    "whatif": (DEFAULT.address, {diagnosis.SAVINGS: ["True"]}),
+    "critical_path": (timeline.PAGE.address, {timeline.PATH: ["True"]}),
+    "criticalpath": (timeline.PAGE.address, {timeline.PATH: ["True"]}),
+    "communication": (ranks.PAGE.address, {TAB: ["exposed communication"]}),
+    "contention": (ranks.PAGE.address, {TAB: ["contention"]}),
+    "parallelism": (ranks.PAGE.address, {TAB: ["pipeline", "mesh", "experts"]}),
+    "checkpoints": (memory.PAGE.address, {TAB: ["checkpoints"]}),
+    "history": (runs.PAGE.address, {runs.VIEW: [runs.TRENDS]}),
+}
+"""Addresses of pages that are parts of others now, and of the root: the page, and its parameters that show the part."""
 
 
 def all_pages() -> tuple[Page, ...]:

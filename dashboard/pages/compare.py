@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import streamlit as st
 
 from dashboard import downloads, run_store, widgets
-from dashboard.pages.page import TOOLS, Needs, Page
+from dashboard.pages.page import Needs, Page
 from dashboard.run_entry import RunEntry
 from dashboard.run_store import regression
 from dashboard.run_store.regression import Change, Comparison, ScalingComparison
@@ -233,4 +233,4 @@ def _cell(change: Change | None, reference: str) -> str:
     return comparison.with_minus_signs(f"{value}: {step_verdict.VERDICTS[change.verdict]}")
 
 
-PAGE = Page.described_by(__doc__, "compare", show, Needs.SEVERAL, TOOLS)
+PAGE = Page.described_by(__doc__, "compare", show, Needs.SEVERAL)

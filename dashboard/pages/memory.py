@@ -1,4 +1,4 @@
-"""Memory: allocated memory over time, its owners, block lifetimes, fragmentation, and replays of the allocator."""
+"""Memory and checkpoints: owners of memory over time, fragmentation, allocator replays; time that saves block."""
 
 from collections.abc import Callable
 
@@ -6,9 +6,9 @@ import polars as pl
 import streamlit as st
 
 from dashboard import findings, widgets
-from dashboard.pages.page import Page
+from dashboard.pages.page import Page, Tab, lack_of
 from dashboard.run_entry import RunEntry
-from dashboard.run_store import OpenRun, memory
+from dashboard.run_store import OpenRun, memory, tables
 from dashboard.run_store.memory import MemoryUsage, SnapshotFile
 from dashboard.url_state import bind
 from tracekit.errors import TracekitError
@@ -21,6 +21,10 @@ OWNERS = {"phase": "by phase", "unit": "by unit", "op": "by op"}
 HOW_TO_RECORD = (
     "The traces contain no memory events, and the run has no memory snapshot: record with profile_memory=True, or dump "
     "a snapshot to RUN/rank00000.memory.pickle."
+)
+HOW_TO_RECORD_SAVES = (
+    "The run has no checkpoint log, or it contains no save: record with tracekit record, or wrap a save in "
+    "tracekit.capture.record_save."
 )
 NUMBERS = {
     "peak_allocated_bytes": "peak allocated",
@@ -38,8 +42,6 @@ COUNTS = {
     "device_allocations": "Device allocations",
     "retries": "Allocation retries (cudaMalloc failed, cache flushed)",
 }
-
-
 _OOM_LABELS = {"peak_ratio": "share", "step_bytes": "per step"}
 
 
@@ -91,8 +93,8 @@ def _show_trace(run: OpenRun, *, has_snapshots: bool) -> None:
     windows = sorted(source.window for source in run.run.sources if source.rank == rank)
     window = widgets.choose_window(windows, choices)
     with st.spinner("Measuring"):
-        tables = memory.trace_tables(run, rank, window)
-    devices = tables["peaks"].sort("device", nulls_last=True)["device"].to_list()
+        parts = memory.trace_tables(run, rank, window)
+    devices = parts["peaks"].sort("device", nulls_last=True)["device"].to_list()
     if not devices:
         widgets.info(
             "The traces contain no memory events; choose a snapshot above." if has_snapshots else HOW_TO_RECORD
@@ -101,19 +103,19 @@ def _show_trace(run: OpenRun, *, has_snapshots: bool) -> None:
     names = {"the host" if device is None else f"device {device}": device for device in devices}
     device = names[choices.selectbox("Memory", list(names), key=bind("device", list(names)), width=160)]
     of_device = pl.col("device").eq_missing(pl.lit(device, pl.Int64))
-    tables = {name: table.filter(of_device) for name, table in tables.items()}
-    peaks = tables["peaks"].row(0, named=True)
+    parts = {name: table.filter(of_device) for name, table in parts.items()}
+    peaks = parts["peaks"].row(0, named=True)
     widgets.numbers({label: units.size(peaks[name]) for name, label in NUMBERS.items() if peaks[name] is not None})
     widgets.subheader("Allocated over time")
     by = widgets.segments("Owners", "owners", OWNERS)
-    widgets.chart(charts.memory_over_time(tables["over_time"].filter(owner_kind=by)), key="memory_held")
-    _lifetimes(tables["lifetimes"])
+    widgets.chart(charts.memory_over_time(parts["over_time"].filter(owner_kind=by)), key="memory_held")
     widgets.subheader("Allocated at the peak")
-    at_peak = tables["at_peak"].drop("device", "at_ns", "peak_bytes")
+    at_peak = parts["at_peak"].drop("device", "at_ns", "peak_bytes")
     widgets.frame(widgets.drop_empty(at_peak), key="memory-at-peak")
+    _lifetimes(parts["lifetimes"])
     widgets.subheader("Allocations of each step")
     widgets.caption("Churn is what a step allocates in all, as a share of its peak: freed memory is allocated again.")
-    widgets.frame(tables["churn"].drop("device"), key="memory-churn", labels={"churn_ratio": "churn"})
+    widgets.frame(parts["churn"].drop("device"), key="memory-churn", labels={"churn_ratio": "churn"})
     if device is not None:
         _replay_form(
             f"{run.entry.name}-{rank}-{window}",
@@ -124,9 +126,9 @@ def _show_trace(run: OpenRun, *, has_snapshots: bool) -> None:
 def _show_snapshot(entry: RunEntry, file: SnapshotFile) -> None:
     key = f"memory-snapshot-device-{entry.name}-{file.path}"
     with st.spinner("Reading the snapshot"):
-        tables = memory.snapshot_tables(entry, file, st.session_state.get(key))
+        parts = memory.snapshot_tables(entry, file, st.session_state.get(key))
         report = memory.snapshot_report(entry, file, st.session_state.get(key))
-    devices = tables["devices"]["device"].to_list()
+    devices = parts["devices"]["device"].to_list()
     if devices[1:]:
         st.selectbox("Device", devices, key=key)
     widgets.headline(headlines.snapshot(report, file.rank))
@@ -135,22 +137,22 @@ def _show_snapshot(entry: RunEntry, file: SnapshotFile) -> None:
             widgets.subheader(title)
             display = rows.drop("device", "at_ns", "peak_bytes", strict=False)
             widgets.frame(widgets.drop_empty(display), key=f"snapshot-{title}", labels=_OOM_LABELS)
-    if tables["over_time"].height:
+    if parts["over_time"].height:
         widgets.subheader("Allocated over time")
-        widgets.chart(charts.memory_over_time(tables["over_time"]), key="snapshot_held")
+        widgets.chart(charts.memory_over_time(parts["over_time"]), key="snapshot_held")
+    widgets.subheader("Allocated at the peak")
+    if parts["categories"].height:
+        widgets.chart(charts.memory_categories(parts["categories"]), key="snapshot_categories")
+    widgets.frame(parts["at_peak"].select("op", "count", "bytes", "peak_ratio"), key="snapshot-at-peak")
     widgets.subheader("Memory map at the snapshot")
     widgets.caption(
         "Addresses from left to right, each pool on its own lines; a tick ends a segment. Hover over a block."
     )
-    widgets.chart(charts.segment_map(tables["segment_map"]), key="snapshot_map")
-    widgets.frame(tables["fragmentation"].drop("device"))
-    if tables["lifetimes"].height:
-        _lifetimes(tables["lifetimes"])
-    widgets.subheader("Allocated at the peak")
-    if tables["categories"].height:
-        widgets.chart(charts.memory_categories(tables["categories"]), key="snapshot_categories")
-    widgets.frame(tables["at_peak"].select("op", "count", "bytes", "peak_ratio"), key="snapshot-at-peak")
-    device = tables["fragmentation"]["device"].first() or 0
+    widgets.chart(charts.segment_map(parts["segment_map"]), key="snapshot_map")
+    widgets.frame(parts["fragmentation"].drop("device"))
+    if parts["lifetimes"].height:
+        _lifetimes(parts["lifetimes"])
+    device = parts["fragmentation"]["device"].first() or 0
     _replay_form(
         f"{entry.name}-{file.path}-{device}",
         lambda settings, gib: memory.replay_snapshot(entry, file, device, settings, gib),
@@ -224,6 +226,47 @@ def _show_replay(report: MemoryUsage) -> None:
         widgets.caption(widgets.plain(note))
 
 
+def show_checkpoints(run: OpenRun) -> None:
+    """Draw all saves of a run, and the stages of the one that a person picks."""
+    by_save = run.table(tables.SAVES)
+    findings.show_all(findings.of_families(run.report.findings, ("CKPT",)), run)
+    _save_totals(by_save, run.table(tables.SAVES_BY_RANK))
+    widgets.subheader("Stages of one save")
+    longest = int(str(by_save["written_ns"].arg_max()))
+    names = by_save["save"].to_list()
+    save = st.selectbox("Save", names, key=bind("save", names, names[longest]), format_func=escaping.inert, width=340)
+    widgets.chart(charts.save_stages(run.table(tables.SAVE_STAGES).filter(save=save)), key="save_stages")
+    widgets.caption(
+        "Stages alternate tensor by tensor: a bar adds up the time of each, in the order of their first entry."
+    )
+    widgets.subheader("Critical path of the save")
+    widgets.caption("By clock (training blocked, or until all data was written): the stages that all ranks wait for.")
+    columns = ("clock", "kind", "rank", "stage", "dur_ns", pl.col("ratio").alias("time_ratio"))
+    parts = run.table(tables.SAVE_CRITICAL_PATH).filter(save=save).select(columns)
+    widgets.frame(parts, key="save-parts")
+    if st.button("Plan the checkpoint interval with these numbers", key="checkpoints-plan"):
+        widgets.go_to("plan", **{"plan-measured": True})
+
+
+def _save_totals(by_save: pl.DataFrame, clocks: pl.DataFrame) -> None:
+    clocks_column, rates_column = st.columns(2)
+    with clocks_column:
+        widgets.subheader("Training blocked, and all data written")
+        widgets.chart(charts.save_clocks(by_save), key="save_clocks")
+    with rates_column:
+        widgets.subheader("Durable write rate by rank")
+        if clocks["storage_bytes_per_s"].is_not_null().any():
+            widgets.chart(charts.save_bandwidth(clocks), key="save_bandwidth")
+        else:
+            widgets.caption("No save synced its files, so the write rate of the storage is unknown.")
+
+
 PAGE = Page.described_by(
-    __doc__, "memory", show, show_snapshots=show_snapshots, headline=lambda run: run.headline(headlines.memory)
+    __doc__,
+    "memory",
+    tabs=(
+        Tab("memory", show, headlines.memory),
+        Tab("checkpoints", show_checkpoints, headlines.checkpoints, lack_of(tables.SAVES, HOW_TO_RECORD_SAVES)),
+    ),
+    show_snapshots=show_snapshots,
 )

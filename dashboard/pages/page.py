@@ -12,21 +12,25 @@ from dashboard import crashes, opening, run_store, sharing, widgets
 from dashboard.components.share import control
 from dashboard.run_catalog import Catalog
 from dashboard.run_entry import RunEntry
-from dashboard.run_store import tables
+from dashboard.run_store import OpenRun, tables
+from dashboard.run_store.tables import Table
+from dashboard.url_state import bind
 from tracekit.report.headlines import Headline
 
 ALL_RUNS, ONE_RUN, TOOLS = "", "Run", "Tools"
 """Sections of the sidebar, in their order."""
 _REST = "The rest of the page is shown."
 SNAPSHOTS_ONLY = "memory snapshots without traces"
-NO_WORK = "The traces contain no kernels, and no operators on a CPU run. The page Data quality shows what is missing."
+NO_WORK = "The traces contain no kernels, and no operators on a CPU run. The page Diagnosis shows what is missing."
+TAB = "tab"
+"""The tab's parameter in the address."""
 
 
 class Needs(Enum):
     """What must be there for a page, and what its `show` is called with."""
 
     CATALOG = "any run"
-    """Called with the Catalog."""
+    """Called with the Selection."""
     ENTRY = "a run"
     """Called with the RunEntry, which is not opened."""
     SELECTION = "a run, and another to compare it with if you like"
@@ -37,8 +41,6 @@ class Needs(Enum):
     """The same, where the traces contain work."""
     SEVERAL = "several runs"
     """Called with the RunEntry objects, the reference first."""
-    HISTORY = "a history file"
-    """Called with its path; without one the page is not listed."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +53,30 @@ class Selection:
 
 
 @dataclass(frozen=True)
+class Tab:
+    """A part of a page, which a person chooses by its name; `headline` is shown above the tabs."""
+
+    name: str
+    show: Callable[[OpenRun], None]
+    headline: Callable[..., Headline | None]
+    """A headline of `tracekit.report.headlines`."""
+    lack: Callable[[OpenRun], str] = lambda _: ""
+    """Returns why a run cannot show it, or ''. The page then has the reason instead of the tab."""
+
+
+def lack_of(table: Table, reason: str) -> Callable[[OpenRun], str]:
+    """Lack of a tab whose run has no rows in a table."""
+    return lambda run: reason if run.table(table).is_empty() else ""
+
+
+@dataclass(frozen=True)
 class Page:
     """One page: `show` draws it, `address` is its path in the URL, `summary` its sentence in the documentation."""
 
     title: str
     address: str
     summary: str
-    show: Callable[[Any], None]
+    show: Callable[[Any], None] = lambda _: None
     needs: Needs = Needs.RUN
     section: str = ONE_RUN
     follows_recording: bool = False
@@ -69,53 +88,64 @@ class Page:
 
     It is shown above what `show` draws; a page that draws its own title calls `widgets.headline` below it.
     """
+    tabs: tuple[Tab, ...] = ()
+    """The parts of a page of one run, in place of `show` and `headline`."""
 
     @classmethod
     def described_by(cls, doc: str | None, address: str, *more: Any, **options: Any) -> Self:
         """Return the page whose title and summary are the docstring of its module: "Title: summary."."""
-        title, _, summary = (doc or "").rstrip(".").partition(": ")
+        title, _, summary = " ".join((doc or "").split()).rstrip(".").partition(": ")
         return cls(title, address, summary, *more, **options)
 
     def open(self, selection: Selection) -> None:
         """Show the page, or say why the selection cannot be shown, and offer to share it. Raises TracekitError."""
         sharing.begin(None if self.needs is Needs.CATALOG else self.title)
-        self._show_selection(selection)
-        control.offer()
-
-    def _show_selection(self, selection: Selection) -> None:
         if self.needs in (Needs.RUN, Needs.WORK):
             self._open_run(selection.runs[0])
-            return
-        arguments = {
-            Needs.CATALOG: selection.catalog,
-            Needs.ENTRY: selection.runs[0],
-            Needs.SELECTION: selection,
-            Needs.SEVERAL: selection.runs,
-            Needs.HISTORY: selection.history,
-        }
-        self._show(arguments[self.needs])
+        else:
+            arguments = {Needs.ENTRY: selection.runs[0], Needs.SEVERAL: selection.runs}
+            self._show(self.show, self.headline, arguments.get(self.needs, selection))
+        control.offer()
 
-    def _show(self, argument: Any) -> None:
-        if self.headline is not None:
+    def _show_run(self, run: OpenRun) -> None:
+        if not self.tabs:
+            self._show(self.show, self.headline, run)
+            return
+        lacks = {tab.name: tab.lack(run) for tab in self.tabs}
+        tabs = {tab.name: tab for tab in self.tabs if not lacks[tab.name]}
+        requested = st.query_params.get_all(TAB)
+        available = [name for name in requested if name in tabs]
+        if requested[1:] and available:  # an old address names all that have its content, the best first
+            st.query_params[TAB] = available[0]
+        chosen = tabs[st.session_state[bind(TAB, list(tabs))]]
+
+        def show(run: OpenRun) -> None:
+            if len(tabs) > 1:
+                widgets.segments("Tab", TAB, list(tabs))
+            missing = {name: lack for name, lack in lacks.items() if lack}
+            if missing:
+                with st.expander(f"Not in this run: {', '.join(missing)}", expanded=not available and bool(requested)):
+                    for name, lack in missing.items():
+                        widgets.caption(f"**{name}** {widgets.plain(lack)}")
+            chosen.show(run)
+
+        self._show(show, lambda run: run.headline(chosen.headline), run)
+
+    def _show(self, show: Callable[[Any], None], headline: Callable[[Any], Headline | None] | None, shown: Any) -> None:
+        if headline is not None:
             with st.spinner("Measuring"):
                 crashes.guard(
-                    self._show_headline, f"the headline of the page {self.title}", _REST, self.show.__module__
-                )(argument)
-        self.show(argument)
-
-    def _show_headline(self, argument: Any) -> None:
-        widgets.headline(self.headline(argument) if self.headline is not None else None)
+                    lambda of: widgets.headline(headline(of)),
+                    f"the headline of the page {self.title}", _REST, headline.__module__,
+                )(shown)  # fmt: skip
+        show(shown)
 
     def _open_run(self, entry: RunEntry) -> None:
         if self.follows_recording:
             run_store.follow(entry)
-        if entry.snapshots and self.show_snapshots is not None:
-            widgets.title(entry.name, SNAPSHOTS_ONLY)
-            self.show_snapshots(entry)
-            return
         if entry.snapshots:
             widgets.title(entry.name, SNAPSHOTS_ONLY)
-            widgets.snapshots_only(entry)
+            (self.show_snapshots or widgets.snapshots_only)(entry)
             return
         if entry.problem:
             widgets.title(entry.name)
@@ -128,4 +158,4 @@ class Page:
         if self.needs is Needs.WORK and run.table(tables.BREAKDOWN_BY_RANK).is_empty():
             widgets.info(NO_WORK)
         else:
-            self._show(run)
+            self._show_run(run)

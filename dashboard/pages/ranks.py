@@ -1,17 +1,18 @@
-"""Ranks: a heatmap of ranks and steps, one step of all ranks side by side, and the ranks that are waited for."""
+"""Ranks and communication: who waits for whom, exposed communication, bandwidth, contention, pipeline and mesh."""
 
 from collections.abc import Mapping
 
 import polars as pl
 import streamlit as st
 
-from dashboard import moments, rank_choice, widgets
-from dashboard.pages.page import Needs, Page
+from dashboard import findings, moments, rank_choice, widgets
+from dashboard.pages.page import Needs, Page, Tab, lack_of
 from dashboard.run_store import OpenRun, tables
+from dashboard.sections import contention, parallelism
 from dashboard.url_state import bind
 from tracekit.model import units
 from tracekit.model.intervals import Window
-from tracekit.report import charts, headlines
+from tracekit.report import charts, headlines, rank_selection
 
 ALL_STEPS = "all"
 ABOUT = {
@@ -26,12 +27,25 @@ ABOUT = {
 }
 MAX_AWAITED = 8
 WAITING_FOR = "waiting_for_"
+NO_COLLECTIVE = "The traces contain no collective: the run had one rank, or was recorded without its communication."
+GAPS = {
+    tables.COMMUNICATION_GAPS: (
+        "Why no collective runs",
+        "Gaps between the collectives of a phase, split by cause; the parts of a bar add up to the gaps.",
+    ),
+    tables.COMPUTE_GAPS: (
+        "Why nothing computes",
+        "Time in steps in which no kernel or operator computes, split by cause; the parts add up to all of it.",
+    ),
+}
 
 
-def show(run: OpenRun) -> None:
-    """Let a person pick a step and draw what each rank does in it."""
+def show_waits(run: OpenRun) -> None:
+    """Draw who waits for whom, over all steps and in the one that a person picks."""
     with st.spinner("Measuring"):
         activity, offsets = run.table(tables.RANK_STATES), run.table(tables.CLOCK_OFFSETS)
+    findings.show_families(run, "RANK")
+    _stragglers(run)
     culprits = _heatmap(run)
     widgets.subheader("One step, rank by rank")
     window, step = _choose_step(run)
@@ -159,4 +173,127 @@ def _clock_error(offsets: pl.DataFrame, window: int) -> str:
     return f"clocks of the ranks agree within {units.duration(int(residuals.max()))}"  # type: ignore[arg-type]  # whole ns
 
 
-PAGE = Page.described_by(__doc__, "ranks", show, Needs.WORK, headline=lambda run: run.headline(headlines.ranks))
+def _stragglers(run: OpenRun) -> None:
+    widgets.subheader("Which ranks wait for which")
+    if len(run.run.ranks) < 2:
+        widgets.caption(
+            "Only one rank has a trace, so waiting cannot be measured: put the traces of all ranks into one folder."
+        )
+        return
+    waits = run.table(tables.WAIT_TIMES)
+    if waits.is_empty():
+        widgets.caption("No rank waited for another for longer than the clock error.")
+        return
+    widgets.caption(
+        "Time in which a rank (row) computes nothing and all its collectives wait for a late rank (column). Every "
+        "moment counts once. A straggler is a column with long times in most rows."
+        + (" The ranks with the longest waits are drawn." if len(run.run.ranks) > charts.MAX_MATRIX_RANKS else "")
+    )
+    widgets.chart(charts.wait_matrix(waits, run.run.ranks), key="communication-waits")
+
+
+def show_exposed(run: OpenRun) -> None:
+    """Draw how much communication is exposed, and why nothing computes."""
+    with st.spinner("Measuring"):
+        has_collectives = not run.table(tables.COLLECTIVES).is_empty()
+    findings.show_families(run, "COMM")
+    if not has_collectives:
+        widgets.info(NO_COLLECTIVE)
+        _gaps(run, tables.COMPUTE_GAPS)
+        return
+    widgets.subheader("Exposed communication")
+    widgets.caption(
+        "Communication in steps by rank: overlapped with compute, exposed, and waiting. Waiting ends when the last "
+        "rank with a trace enters the collective."
+    )
+    figure = charts.communication_parts(run.table(tables.EXPOSED_BY_RANK), run.result_of(rank_selection.drawn_ranks))
+    widgets.chart(figure, key="communication-hidden")
+    widgets.note(rank_selection.selection_note(run.run))
+    _gaps(run, tables.COMPUTE_GAPS)
+    _gaps(run, tables.COMMUNICATION_GAPS)
+
+
+def _gaps(run: OpenRun, gap_kind: str) -> None:
+    rows = run.table(tables.GAPS_BY_RANK).filter(gap_kind=gap_kind)
+    title, about = GAPS[gap_kind]
+    widgets.subheader(title)
+    widgets.caption(f"{about} Hover over a part for its time and share.")
+    if rows.is_empty():
+        widgets.caption("There is no such gap.")
+        return
+    widgets.chart(charts.stall_causes(rows, run.result_of(rank_selection.drawn_ranks)), key=f"communication-{gap_kind}")
+    widgets.note(rank_selection.selection_note(run.run))
+    with st.expander("By phase and host activity"):
+        causes = run.table(tables.GAPS_BY_CAUSE).filter(gap_kind=gap_kind)
+        sums = causes.group_by("phase", "cause", "detail").agg(pl.col("pieces", "dur_ns").sum())
+        widgets.frame(sums.sort("dur_ns", descending=True), key=f"causes-of-{gap_kind}")
+
+
+def show_bandwidth(run: OpenRun) -> None:
+    """Draw the bandwidth of collectives by message size, and list all collectives."""
+    _bandwidth(run)
+    _collectives(run, run.table(tables.COLLECTIVES))
+
+
+def _bandwidth(run: OpenRun) -> None:
+    widgets.subheader("Bandwidth by message size")
+    speeds = _with_axes(run, run.table(tables.COLLECTIVE_SPEEDS))
+    if speeds.is_empty():
+        widgets.caption(
+            "No message of known size took longer than the clock error, or the trace contains no sizes. The page "
+            "Diagnosis shows how to record them."
+        )
+        return
+    widgets.caption(
+        "Each mark is one collective. Algorithm bandwidth is its size over the time from the last arrival to the end. "
+        "Bus bandwidth multiplies it by the factor of nccl-tests, such as 2(n−1)/n for an all-reduce of n ranks, so "
+        "that all collectives compare with the link. Latency limits small messages. "
+        + ("" if speeds["is_whole"].all() else "Open marks are lower bounds: some ranks of their groups lack traces.")
+    )
+    kind = widgets.segments("Bandwidth", "bandwidth", (charts.BUS, charts.ALGORITHM))
+    widgets.chart(charts.bandwidth(speeds, kind), key="communication-bandwidth")
+
+
+def _with_axes(run: OpenRun, rows: pl.DataFrame) -> pl.DataFrame:
+    """Return rows of collectives with the mesh axis of each group, where it is known."""
+    axes = run.table(tables.GROUP_AXES).drop_nulls(["group", "axis"]).unique("group", keep="none")
+    with_axes = rows.join(axes.select("group", mesh_axis="axis"), on="group", how="left", maintain_order="left")
+    return with_axes.with_columns(pl.coalesce("mesh_axis", "axis").alias("axis")).drop("mesh_axis")
+
+
+def _collectives(run: OpenRun, kinds: pl.DataFrame) -> None:
+    widgets.subheader("Collectives")
+    widgets.caption("Sums over ranks and steps by collective, group and size; bandwidths are medians.")
+    rows = _with_axes(run, kinds.drop("is_whole"))
+    last = ("algorithm_bytes_per_s", "bus_bytes_per_s")
+    display = widgets.drop_empty(rows.select(pl.exclude(*last, "dtype"), "dtype", *last))
+    widgets.frame(display, key="collectives", labels={"p50_ns": "median", "bytes": "size", "waited_ns": "waiting"})
+    by_rank = run.table(tables.COLLECTIVES_BY_RANK)
+    if by_rank.height:
+        with st.expander("By rank: waiting time and last arrivals"):
+            widgets.frame(by_rank, key="collectives-by-rank")
+
+
+PAGE = Page.described_by(
+    __doc__,
+    "ranks",
+    needs=Needs.WORK,
+    tabs=(
+        Tab("waiting", show_waits, headlines.ranks),
+        Tab("exposed communication", show_exposed, headlines.communication),
+        Tab("bandwidth", show_bandwidth, headlines.communication, lack_of(tables.COLLECTIVES, NO_COLLECTIVE)),
+        Tab(
+            "contention", contention.show, headlines.slowed_kind,
+            lambda run: "" if run.table(tables.DEVICES)["devices"].sum() else contention.WITHOUT_DEVICE,
+        ),
+        Tab(
+            "pipeline", parallelism.show_pipeline, headlines.parallelism,
+            lack_of(tables.PIPELINE_BUBBLES, parallelism.NO_PIPELINE),
+        ),
+        Tab("mesh", parallelism.show_mesh, headlines.parallelism, parallelism.lack_of_axes),
+        Tab(
+            "experts", parallelism.show_experts, headlines.parallelism,
+            lack_of(tables.EXPERT_LOAD, parallelism.NO_EXPERTS),
+        ),
+    ),
+)  # fmt: skip

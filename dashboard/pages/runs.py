@@ -1,17 +1,18 @@
-"""Runs: all runs with verdict, step time and potential saving; search, check, compare and open them, or chart them."""
+"""Runs: all runs with verdict and potential saving; search, check, compare, open or chart them; trends of a history."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import polars as pl
 import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
-from dashboard import crashes, many_runs, run_store, runs_table, widgets
-from dashboard.pages.page import ALL_RUNS, Needs, Page
+from dashboard import crashes, many_runs, run_store, runs_table, sharing, widgets
+from dashboard.pages.page import ALL_RUNS, Needs, Page, Selection
 from dashboard.run_catalog import Catalog
 from dashboard.run_entry import RunEntry
 from dashboard.runs_table import RunFilter
+from dashboard.sections import trends
 from dashboard.url_state import bind, bind_number, bind_several, bind_text
 from tracekit.errors import RuleError, TracekitError
 from tracekit.model import escaping, units
@@ -25,20 +26,29 @@ CELL_PX, CHIP_PX, CHARACTER_PX = 20, 22, 7
 MAX_NAME = 60
 MAX_SKIPPED = 200
 _POLL_S = 0.5
-TABLE, CHARTS = "table", "charts"
-VIEWS = {TABLE: "Table", CHARTS: "Charts"}
+TABLE, CHARTS, TRENDS = "table", "charts", "trends"
+VIEWS = {TABLE: "Table", CHARTS: "Charts", TRENDS: "Trends"}
+VIEW = "view"
+"""The view's parameter in the address."""
 # Chips have white text, which needs darker colours than those of figures.
 _COLOURS = {"error": "#B34A00", "warning": "#8A6100", "info": "#00699E", runs_table.GOOD: "#00795A"}
 _OTHER_COLOUR = "#5F6875"
 
 
-def show(catalog: Catalog) -> None:
-    """List the runs, to search, open, compare and check them."""
+def show(selection: Selection) -> None:
+    """List the runs, to search, open, compare and check them, or show the trends of a history, where there is one."""
+    views = {view: text for view, text in VIEWS.items() if view != TRENDS or selection.history is not None}
+    if selection.history is not None and st.session_state[bind(VIEW, list(views))] == TRENDS:
+        sharing.begin(VIEWS[TRENDS])
+        widgets.title("Runs", selection.history.name)
+        widgets.segments("View", VIEW, views)
+        trends.show(selection.history)
+        return
     # A search or a selection reruns only the fragment.
-    st.fragment(crashes.guard(_list, "the page Runs", "The other pages work."))(catalog)
+    st.fragment(crashes.guard(_list, "the page Runs", "The other pages work."))(selection.catalog, views)
 
 
-def _list(catalog: Catalog) -> None:
+def _list(catalog: Catalog, views: Mapping[str, str]) -> None:
     listing = catalog.listing()
     entries = listing.entries
     title = st.empty()
@@ -56,7 +66,9 @@ def _list(catalog: Catalog) -> None:
     if not matching:
         st.info("No run matches. Remove a filter or shorten the search text.")
         return
-    view = widgets.segments("View", "view", VIEWS)
+    view = widgets.segments("View", VIEW, views)
+    if view == TRENDS:
+        st.rerun()
     if view == TABLE:
         _actions(matching, _table(matching), catalog)
     else:
@@ -176,7 +188,7 @@ def _colour(chip: str) -> str:
 def _actions(listed: Sequence[RunEntry], selected: Sequence[RunEntry], catalog: Catalog) -> None:
     columns = st.columns([1, 1, 1, 3])
     if columns[0].button("Open this run", type="primary", disabled=len(selected) != 1, width="stretch"):
-        widgets.go_to(runs_table.page_of(selected[0]) or "overview", run=selected[0].name)
+        widgets.go_to(runs_table.page_of(selected[0]) or "diagnosis", run=selected[0].name)
     if columns[1].button(
         f"Compare {len(selected)}" if len(selected) > 1 else "Compare",
         disabled=not 2 <= len(selected) <= 1 + widgets.MAX_COMPARED,

@@ -4,7 +4,7 @@ import polars as pl
 import streamlit as st
 
 from dashboard import downloads, sharing, widgets
-from dashboard.pages.page import Page
+from dashboard.pages.page import TOOLS, Page
 from dashboard.run_store import OpenRun, queryable_tables
 from dashboard.url_state import bind, bind_text
 from tracekit.errors import TracekitError
@@ -119,4 +119,4 @@ def _schema() -> None:
     st.html(f'<div class="tk-schema">{schema_html}</div>')
 
 
-PAGE = Page.described_by(__doc__, "sql", show, headline=lambda run: run.headline(headlines.tables))
+PAGE = Page.described_by(__doc__, "sql", show, section=TOOLS, headline=lambda run: run.headline(headlines.tables))

@@ -1,4 +1,4 @@
-"""Timeline: all ranks on one clock at any zoom, with search, details, arrows and findings; export to Perfetto."""
+"""Timeline: all ranks on one clock at any zoom, with search, details, arrows, findings and the critical path."""
 
 import hashlib
 import math
@@ -18,7 +18,9 @@ from dashboard.components.timeline.timeline_store import OpenTimeline
 from dashboard.findings import Findings
 from dashboard.pages.page import SNAPSHOTS_ONLY, Needs, Page, Selection
 from dashboard.run_entry import RunEntry
-from dashboard.run_store import LoadedRun, OpenRun, critical_path, tables
+from dashboard.run_store import LoadedRun, OpenRun, tables
+from dashboard.sections import critical_path
+from dashboard.url_state import bind_flag
 from tracekit.errors import RuleError, TracekitError
 from tracekit.model import escaping, units
 from tracekit.model.intervals import Window
@@ -30,6 +32,8 @@ from tracekit.report.timeline_view.message import View
 
 SENT_ONCE = ("tracks", "kinds", "unit_ranks", "places", "steps", "overview", "pair")
 """Parts of a scene that are sent to the browser only once: with many ranks they are long."""
+PATH = "path"
+"""The parameter of the address that shows the critical path."""
 NO_FINDING = "none (the top track marks all of them)"
 FIRST_PIXELS = 1200
 MAX_PIXELS = 8000
@@ -43,7 +47,8 @@ _CONTEXT_NS = 2_000
 class Jump:
     """Where the timeline goes: a part of the run in ns from its start, a track to scroll to, a finding.
 
-    `ranks` are placed at the top, in this order and folded, so that they can be compared.
+    `ranks` are placed at the top, in this order. Several are folded, so that they can be compared; of one, the track is
+    opened.
     """
 
     start_ns: int
@@ -130,13 +135,17 @@ def _show_run(entry: RunEntry, opened: OpenTimeline) -> None:
     key = f"{key}-{order.axis}" if order.axis else key
     key = f"{key}-{opened.scene.key[:8]}" if opened.about else key
     jump = _jump(entry, opened, by_key, finding_key, key)
-    marks = [*_path_marks(entry, opened, key), *message.findings(opened.scene, opened.window, by_key)]
+    path = critical_path.choose(entry) if st.toggle("Critical path of a step", key=bind_flag(PATH)) else None
+    marks = message.path_marks(opened.scene, path.compact) if path and path.window == opened.window else []
+    marks += message.findings(opened.scene, opened.window, by_key)
     sharing.timeline(_shared_part(opened, order, marks, by_key))
     st.fragment(crashes.guard(_canvas, "the timeline", "The rest of the page is shown."))(
         opened, order, marks, jump, key
     )
     if finding_key in by_key:
         findings.show(by_key[finding_key], run_store.open_run(entry), key=finding_key)
+    if path is not None:
+        critical_path.show(run_store.open_run(entry), path)
     with st.expander("Perfetto and offline use"):
         export.show(entry.name, opened, list(by_key.values()))
 
@@ -163,24 +172,6 @@ def _shared_part(
 
 def _header(opened: OpenTimeline, order: RankOrder) -> dict[str, Any]:
     return opened.header | {"tracks": order.sort_tracks(opened.header["tracks"]), "places": order.places()}
-
-
-def _path_marks(entry: RunEntry, opened: OpenTimeline, key: str) -> list[dict[str, Any]]:
-    """Return the critical path of a step as marks of the top row, if a person asks for it here or on its page."""
-    toggle = f"path-{key}"
-    shown_path = st.session_state.get(widgets.SHOWN_PATH)
-    step = shown_path["step"] if shown_path and shown_path["run"] == entry.name else None
-    if shown_path and shown_path["run"] == entry.name:
-        st.session_state.setdefault(toggle, True)
-    if not st.toggle("Critical path of the step", key=toggle):
-        return []
-    try:
-        with st.spinner("Walking back from the end of the step"):
-            path = critical_path.explain(run_store.open_run(entry), step)
-    except (TracekitError, RuleError) as error:
-        widgets.caption(widgets.plain(f"The critical path is not shown: {error}"))
-        return []
-    return message.path_marks(opened.scene, path.compact) if path.window == opened.window else []
 
 
 def _coordinates(entry: RunEntry, opened: OpenTimeline, by_key: Findings) -> RankCoordinates:
@@ -246,9 +237,9 @@ def _wanted_ranks(entry: RunEntry, run: OpenRun, window: int) -> list[int]:
         return ranks
     st.session_state[seen] = name
     for key, finding in findings.by_key(run.report.findings).items():
-        if name in (key, finding.id) and phrases.has_moment(finding):
-            longest = finding.evidence.drop_nulls("rank").sort("dur_ns", descending=True, nulls_last=True)
-            ranks += [int(longest["rank"][0]), *moments.late_and_waiting(finding.evidence)]
+        row = moments.quoted_row(finding)
+        if name in (key, finding.id) and row is not None:
+            ranks += [int(row["rank"]), *moments.leading_ranks(finding.evidence, row)]
     return ranks
 
 
@@ -302,10 +293,10 @@ def _jump(entry: RunEntry, opened: OpenTimeline, by_key: Findings, finding_key: 
     moment = st.session_state.pop(moments.SHOWN, None)
     if moment and moment["run"] == entry.name and moment["window"] == opened.window:
         row = pl.DataFrame([{name: moment[name] for name in ("window", "rank", "start_ns", "dur_ns")}])
-        jump = _at(opened, message.aligned_spans(opened.scene, opened.window, row))
+        is_of_host = finding_key in by_key and findings.is_of_host(by_key[finding_key])
         if finding_key in by_key:  # the finding that the row is evidence of
             st.session_state[f"seen-{key}"] = st.session_state[f"marked-{key}"] = finding_key
-        return replace(jump, ranks=moment.get("ranks", ())) if jump else None
+        return _at(opened, row, moment.get("ranks", ()), key=finding_key, is_of_host=is_of_host)
     part = address.linked_part(opened)
     linked = Jump(*part) if part else None
     is_new = linked is not None and (linked.start_ns, linked.end_ns) != st.session_state.get(f"address-{key}")
@@ -320,27 +311,41 @@ def _jump(entry: RunEntry, opened: OpenTimeline, by_key: Findings, finding_key: 
 
 
 def _moment(opened: OpenTimeline, by_key: Findings, key: str) -> Jump | None:
-    """Return the way to the longest moment of a finding's evidence."""
-    jump = _at(opened, message.evidence_spans(opened.scene, opened.window, by_key[key]), key)
-    if jump is None:
+    """Return the way to the moment that a finding quotes, else to that of the first evidence in this window."""
+    evidence = by_key[key].evidence
+    in_window = evidence.filter(pl.col("window") == opened.window) if "window" in evidence.columns else evidence
+    row = moments.quoted_row(replace(by_key[key], evidence=in_window))
+    if row is None:
         widgets.caption(f"The evidence of this finding is outside of window {opened.window}.")
         return None
-    return replace(jump, ranks=moments.late_and_waiting(by_key[key].evidence))
+    ranks, is_of_host = moments.leading_ranks(evidence, row), findings.is_of_host(by_key[key])
+    return _at(opened, pl.DataFrame([row]), ranks, key=key, is_of_host=is_of_host)
 
 
-def _at(opened: OpenTimeline, spans: pl.DataFrame, finding: str | None = None) -> Jump | None:
-    """Return the way to the longest of some spans on the clock of the run."""
+def _at(opened: OpenTimeline, row: pl.DataFrame, ranks: tuple[int, ...], *, key: str, is_of_host: bool) -> Jump | None:
+    """Return the way to a row of evidence, on the clock of its trace, with these ranks at the top."""
+    spans = message.aligned_spans(opened.scene, opened.window, row)
     if spans.is_empty():
         return None
-    length_ns = pl.col("end_ns") - pl.col("start_ns")
-    row = spans.sort(length_ns, "start_ns", descending=[True, False]).row(0, named=True)
-    around_ns = max(int((row["end_ns"] - row["start_ns"]) * _CONTEXT_RATIO), _CONTEXT_NS)
+    rank, begin_ns, last_ns, lane = spans.select("rank", "start_ns", "end_ns", "lane").row(0)
+    around_ns = max(int((last_ns - begin_ns) * _CONTEXT_RATIO), _CONTEXT_NS)
     origin_ns, end_ns = opened.scene.span
-    start_ns, past_ns = max(row["start_ns"] - around_ns, origin_ns), min(row["end_ns"] + around_ns, end_ns)
-    tracks = opened.scene.tracks.filter(pl.col("rank") == row["rank"])
-    of_lane = tracks.filter(pl.col("lane") == pl.lit(row["lane"], pl.Int64))
-    track = (of_lane if of_lane.height else tracks)["track"].head(1).to_list()
-    return Jump(start_ns - origin_ns, past_ns - origin_ns, track[0] if track else None, finding)
+    start_ns, past_ns = max(begin_ns - around_ns, origin_ns), min(last_ns + around_ns, end_ns)
+    track = _host_track(opened, rank, (begin_ns, last_ns)) if is_of_host else None
+    if track is None and not ranks[1:]:  # several are folded
+        tracks = opened.scene.tracks.filter(pl.col("rank") == rank)
+        of_lane = tracks.filter(pl.col("lane") == pl.lit(lane, pl.Int64))
+        track = (of_lane if of_lane.height else tracks)["track"].first()
+    return Jump(start_ns - origin_ns, past_ns - origin_ns, track, key, ranks)
+
+
+def _host_track(opened: OpenTimeline, rank: int, span: Window) -> int | None:
+    """Track of the host thread of a rank that is busiest in a span; None where the rank has none."""
+    hosts = opened.scene.tracks.filter(pl.col("rank") == rank, pl.col("role") == "host")["track"].to_list()
+    slices = tiles.view(opened.scene, span, FIRST_PIXELS, hosts)
+    by_track = slices.group_by("track").agg(pl.col("busy_ns").sum()).sort("busy_ns", "track", descending=[True, False])
+    track: int | None = by_track["track"].first() if by_track.height else next(iter(hosts), None)
+    return track
 
 
 def _canvas(opened: OpenTimeline, order: RankOrder, marks: list[dict[str, Any]], jump: Jump | None, key: str) -> None:

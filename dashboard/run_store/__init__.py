@@ -75,11 +75,6 @@ class OpenRun(LoadedRun):
     _results: dict[Hashable, object] = field(default_factory=dict)
     _measured: dict[Callable[[Run], object], object] = field(default_factory=dict)
 
-    @property
-    def step_time_ns(self) -> float | None:
-        """Return the median step time of the slowest rank; None where no trace marks steps."""
-        return self.result_of(breakdown.step_time_ns)
-
     def table(self, table: Table) -> pl.DataFrame:
         """Return a table of `run_store.tables`."""
         return self.result_of(table.measure)

@@ -1,4 +1,4 @@
-"""What-if answers about an open run, as `tracekit whatif` gives them. Each raises TracekitError."""
+"""What-if answers and the critical path of an open run, as `tracekit whatif` gives them. Each raises TracekitError."""
 
 import functools
 import itertools
@@ -11,11 +11,13 @@ from dashboard.run_store import OpenRun
 from tracekit.model.run import Run
 from tracekit.replay.graph import causes, dependency_graph, representative_ranks, savings, strategies, what_if
 from tracekit.replay.graph.causes.cause import Cause
+from tracekit.replay.graph.critical_path import path
+from tracekit.replay.graph.critical_path.path import CriticalPath
 from tracekit.replay.graph.strategies import NodeSpec, Prediction
 from tracekit.replay.graph.what_if import MIN_SAVED_RATIO, Answer, WhatIf
 from tracekit.rules import stated_savings
 
-__all__ = ["MIN_SAVED_RATIO", "Answer", "NodeSpec", "Prediction", "WhatIf"]
+__all__ = ["MIN_SAVED_RATIO", "Answer", "CriticalPath", "NodeSpec", "Prediction", "WhatIf"]
 STRATEGIES, HSDP = strategies.NAMES, strategies.HSDP
 _PAUSE_S = 0.01
 """Time for another session that waits for the run: otherwise this one would take its lock again at once."""
@@ -72,6 +74,16 @@ def savings_by_rank(run: OpenRun, sets: Sequence[tuple[str, ...]]) -> pl.DataFra
 def steps_without(run: OpenRun, names: tuple[str, ...]) -> pl.DataFrame:
     """Return each step of each rank as recorded, replayed, and replayed without these causes."""
     return run.compute(lambda run: savings.combined_saving(run, names).steps)
+
+
+def critical_path(run: OpenRun, step: int | None = None) -> CriticalPath:
+    """Return the critical path of a step, by default of the representative one."""
+    return run.remember(("critical path", step), lambda run: path.critical_path(run, step))
+
+
+def placed_parts(run: OpenRun, result: CriticalPath) -> pl.DataFrame:
+    """Return the compact parts of a path with window and trace_start_ns, their start on the clock of their trace."""
+    return run.compute(lambda run: path.placed_parts(run, result))
 
 
 def predict_strategy(run: OpenRun, strategy: str, node: NodeSpec | None) -> Prediction:

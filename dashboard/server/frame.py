@@ -13,7 +13,7 @@ from streamlit.navigation.page import StreamlitPage
 from streamlit.runtime.scriptrunner import get_script_run_ctx
 
 from dashboard import crashes, downloads, run_catalog, run_store, uploads, url_state, widgets
-from dashboard.pages import DEFAULT, all_pages
+from dashboard.pages import DEFAULT, MOVED, all_pages
 from dashboard.pages.page import ALL_RUNS, ONE_RUN, TOOLS, Needs, Page, Selection
 from dashboard.run_catalog import Catalog
 from dashboard.run_entry import RunEntry
@@ -42,7 +42,7 @@ def main() -> None:
         st.info("No run was given. Open the dashboard on a run, or on a folder of runs:")
         st.code("tracekit dashboard runs/", language=None)
         return
-    listed = {page.address: page for page in all_pages() if page.needs is not Needs.HISTORY or history is not None}
+    listed = {page.address: page for page in all_pages()}
     # A page shows the selection that is made below: the sidebar's widgets must know the page that they are on.
     links = {
         address: st.Page(
@@ -73,7 +73,7 @@ def main() -> None:
     with st.sidebar:
         _refresh_page(page, current, entries, selection)
         st.html(f"<script>{_SCRIPT.read_text(encoding='utf-8')}</script>", unsafe_allow_javascript=True)
-    if unknown and page.needs not in (Needs.CATALOG, Needs.HISTORY):
+    if unknown and page.needs is not Needs.CATALOG:
         _say_unknown(unknown, entries)
         return
     try:
@@ -92,12 +92,14 @@ def _navigate(pages: dict[str, Page], links: dict[str, StreamlitPage]) -> Stream
         title: [links[address] for address, page in pages.items() if page.section == title]
         for title in (ALL_RUNS, ONE_RUN, TOOLS)
     }
-    # The default page has no address but the root; a link may name it all the same.
-    alias = st.Page(lambda: None, title=DEFAULT.title, url_path=DEFAULT.address, visibility="hidden")
-    sections[ALL_RUNS].append(alias)
+    sections[ALL_RUNS] += [
+        st.Page(lambda: None, title=pages[target].title, url_path=address, visibility="hidden")
+        for address, (target, _) in MOVED.items()
+    ]
     current = st.navigation(sections, expanded=True)
-    if current == alias:
-        url_state.open_address(links[DEFAULT.address], url_state.parameters())
+    if current.url_path in MOVED:
+        target, parameters = MOVED[current.url_path]
+        url_state.open_address(links[target], {**parameters, **url_state.parameters()})
     return current
 
 

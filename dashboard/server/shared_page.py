@@ -15,14 +15,15 @@ def main(run: str, address: str, query: str, out: str) -> str | None:
     from streamlit.testing.v1 import AppTest
 
     from dashboard import pages
-    from dashboard.pages.page import ONE_RUN
+    from dashboard.pages.page import Needs
     from tracekit.report import shared_view
 
-    by_address = {page.address: page for page in pages.all_pages() if page.section == ONE_RUN}
+    by_address = {page.address: page for page in pages.all_pages() if page.needs not in (Needs.CATALOG, Needs.SEVERAL)}
+    address, moved = pages.MOVED.get(address, (address, {}))
     if address not in by_address:
         return f"there is no page {address} of a run; there are {', '.join(by_address)}"
     app = AppTest.from_function(_draw, args=(address, run), default_timeout=TIMEOUT_S)
-    parameters = parse_qs(query)
+    parameters = {**moved, **parse_qs(query)}
     app.query_params.update({name: texts for name, texts in parameters.items() if name not in ("run", "compare")})
     app.run()
     problems = [element.value for element in (*app.error, *app.exception)]

@@ -44,7 +44,7 @@ CUT_OFF = """() => {
 # What pages are made of: the list, cards with evidence, the canvas, a table with figures, a form, two runs.
 EVERYDAY = [
     ("runs", "Runs"),
-    ("overview", "Overview"),
+    ("diagnosis", "Diagnosis"),
     ("timeline", "Timeline"),
     ("kernels", "Kernels"),
     ("plan", "Plan"),
@@ -81,6 +81,7 @@ def _open(page, server, address, title):
         [
             *((page.address, page.title) for page in addressed_pages()),
             ("runs?view=charts", "Runs"),
+            ("diagnosis?trust=True&savings=True", "Diagnosis"),
             ("timeline?range=0-9000000", "Timeline"),
         ],
         EVERYDAY,
@@ -123,6 +124,6 @@ def test_the_headline_of_a_page_stays_where_it_is_first_shown(new_page, server):
         settle(page)
         return page.evaluate("window.moved.filter(([at]) => at > window.shownAt).reduce((sum, [, by]) => sum + by, 0)")
 
-    for address in ("overview", "criticalpath"):
+    for address in ("diagnosis", "timeline"):
         # On a loaded machine what is drawn together arrives in pieces. The limit: what the Core Web Vitals call good.
         assert any(moved(address) <= 0.1 for _ in range(6)), address

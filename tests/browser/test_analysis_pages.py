@@ -26,6 +26,10 @@ def _heading(page, text):
     return page.locator(f"{TEXT} h3").filter(has_text=text)
 
 
+def _open_tab(page, name):
+    page.locator(".st-key-tab").get_by_text(name, exact=True).click()
+
+
 def _says(page, text):
     expect(page.locator(TEXT)).to_contain_text(text)
 
@@ -43,17 +47,21 @@ def at(shown):
 
 
 def test_communication_shows_exposed_time_causes_of_gaps_and_waiting(at):
-    page = at("Communication")
-    for heading in ("Exposed communication", "Why no collective runs", "Why nothing computes", "Collectives"):
+    page = at("Ranks and communication")
+    _open_tab(page, "exposed communication")
+    for heading in ("Exposed communication", "Why no collective runs", "Why nothing computes"):
         expect(_heading(page, heading)).to_be_visible()
     hidden = page.locator(".st-key-communication-hidden .barlayer .point")
     expect(hidden).to_have_count(3 * 2)  # parts by ranks
+    _open_tab(page, "bandwidth")
+    expect(_heading(page, "Collectives")).to_be_visible()
     _says(page, "how to record them")  # this run has no sizes
     assert_clean(page)
 
 
 def test_contention_says_that_nothing_ran_at_the_same_time(at):
-    page = at("Contention")
+    page = at("Ranks and communication")
+    _open_tab(page, "contention")
     _says(page, "No two kinds of work ran at the same time")
     assert_clean(page)
 
@@ -107,7 +115,8 @@ def test_a_query_runs_on_request_and_a_refused_one_shows_an_error(at, server, sh
 
 
 def test_data_quality_says_what_is_missing_and_what_was_judged(at):
-    page = at("Data quality")
+    page = at("Diagnosis")
+    page.get_by_text("What the trust in the data rests on", exact=True).click()
     table = page.locator("table.tracekit").filter(has_text="how to record it")
     expect(table).to_contain_text("memory events")
     expect(table).to_contain_text("profile_memory=True")
@@ -116,7 +125,8 @@ def test_data_quality_says_what_is_missing_and_what_was_judged(at):
 
 
 def test_a_cell_of_the_map_of_ranks_leads_to_its_step(at):
-    page = at("Ranks")
+    page = at("Ranks and communication")
+    _open_tab(page, "waiting")
     cells = page.locator("[class*=st-key-ranks-map] .barlayer .point path")
     expect(cells).to_have_count(2 * len(recorded.STEPS))
     settle(page)
@@ -127,37 +137,42 @@ def test_a_cell_of_the_map_of_ranks_leads_to_its_step(at):
 
 
 def test_a_part_of_the_critical_path_leads_to_its_moment_with_the_path_as_the_top_row(at):
-    page = at("Critical path")
+    page = at("Timeline")
+    page.get_by_text("Critical path of a step", exact=True).click()
     bars = page.locator("[class*=st-key-critical-path-] .barlayer .point path")
     expect(bars.first).to_be_visible()
     settle(page)
     bars.nth(1).click(force=True)
     page.get_by_role("button", name=re.compile(r"Show rank \d in the timeline")).click()
-    expect(page).to_have_url(re.compile(r"timeline\?.*from=\d+"))
-    expect(page.locator("[data-testid=stSidebarNavLink][aria-current=page]")).to_have_text("Timeline")
-    expect(page.locator(TEXT)).to_contain_text(re.compile("critical path", re.IGNORECASE))
+    expect(page).to_have_url(re.compile(r"timeline\?(?=.*path=True).*from=\d+"))
+    expect(bars.first).to_be_visible()
     assert_clean(page)
 
 
 def test_memory_and_checkpoints_say_how_to_record_what_is_missing(at):
-    page = at("Memory")
+    page = at("Memory and checkpoints")
     _says(page, "profile_memory=True")
-    turn_to(page, "Checkpoints")
+    page.get_by_text("Not in this run: checkpoints", exact=True).click()
     _says(page, "record_save")
     assert_clean(page)
 
 
-def test_what_if_ranks_the_changes_and_takes_several_away_as_the_address_says(at):
-    page = at("What if")
+def test_findings_are_ticked_and_savings_ranked_and_several_taken_away_as_the_address_says(at):
+    page = at("Diagnosis")
+    tick = page.locator("[class*=st-key-tick-] label").first
+    tick.click()
+    expect(page).to_have_url(re.compile("without=[a-z-]+"))
+    expect(page.locator(".tk-numbers").last).to_contain_text("saved")
+    settle(page)
+    page.get_by_text("Savings of all causes, and other", exact=False).click()
     ranked = page.locator("table.tracekit").filter(has_text="mean step").locator("tbody tr")
     expect(ranked.first).to_be_visible()
     expect(page.locator(".st-key-whatif-savings .ytick text")).to_have_count(ranked.count())
     settle(page)
-    first = ranked.first.locator("td").first.inner_text()
     box = page.locator("[data-testid=stMain] [data-testid=stMultiSelect] input")
-    box.press_sequentially("late-launch" if first != "late-launch" else "communication")
+    box.press_sequentially("straggler")
     box.press("Enter")
-    expect(page.locator(".tk-numbers").last).to_contain_text(" and ")
+    expect(page.locator(".tk-numbers").filter(has_text=" and ")).to_contain_text("saved")
     expect(page).to_have_url(re.compile("without=[a-z-]+&without=[a-z-]+"))
     settle(page)
     with page.expect_download() as download:
@@ -185,7 +200,7 @@ def hostile(tab, server):
     yield from conftest.stay_open(tab, f"{server.url}/?run={recorded.HOSTILE}")
 
 
-WITH_NAMES = ("overview", "timeline", "ranks", "kernels", "communication", "compare", "quality")
+WITH_NAMES = ("diagnosis", "timeline", "ranks", "kernels", "compare")
 """Pages that show names in headlines, tables, figures, the canvas and notes; test_other_visitors.py opens all."""
 
 

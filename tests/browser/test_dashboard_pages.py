@@ -143,7 +143,7 @@ def test_titles_and_files_name_the_run_and_the_page(page, server):
     _open(page, server, recorded.GOOD)
     _visible(page, ".js-plotly-plot .barlayer")
     settle(page)
-    expect(page).to_have_title(f"Overview · {recorded.GOOD} · tracekit")
+    expect(page).to_have_title(f"Diagnosis · {recorded.GOOD} · tracekit")
     with page.expect_download() as download:
         _visible(page, "[class*=st-key-download-html] button").click()
     assert download.value.suggested_filename == f"{recorded.GOOD}-breakdown_by_rank.html"

@@ -129,11 +129,11 @@ def test_a_link_shows_what_another_person_chose(page, server):
     assert_clean(page)
 
 
-def test_the_overview_is_found_by_its_name_too(page, server):
+def test_the_diagnosis_is_found_by_the_name_of_the_overview(page, server):
     page.goto(f"{server.url}/overview?run=good&bars=by+step")
     expect(page).to_have_url(re.compile(r"/\?.*run=good"))
     expect(page.get_by_role("radio", name="by step")).to_be_checked()
-    expect(page.locator("[data-testid=stSidebarNavLink][aria-current=page]")).to_have_text("Overview")
+    expect(page.locator("[data-testid=stSidebarNavLink][aria-current=page]")).to_have_text("Diagnosis")
     expect(page.get_by_role("dialog")).to_have_count(0)
     assert_clean(page)
     assert heard(page).probed == {"/overview/_stcore/health", "/overview/_stcore/host-config"}

@@ -65,7 +65,7 @@ def test_a_run_that_opens_for_the_first_time_shows_its_progress_and_can_be_left(
     page.locator("[data-testid=stSidebarNavLink]").filter(has_text=re.compile("^Plan$")).click()
     expect(page.locator("[data-testid=stSidebarNavLink][aria-current=page]")).to_have_text("Plan")
     settle(page)
-    page.locator("[data-testid=stSidebarNavLink]").filter(has_text=re.compile("^Overview$")).click()
+    page.locator("[data-testid=stSidebarNavLink]").filter(has_text=re.compile("^Diagnosis$")).click()
     expect(page.locator(".tk-verdict")).to_be_visible()
     settle(page)
     expect(page.locator("[data-testid=stProgress]")).to_have_count(0)

@@ -200,7 +200,7 @@ def test_hostile_text_in_every_place_of_a_view_stays_text(offline, tmp_path):
     expect(offline.locator("h1")).to_have_text(name)
 
 
-@pytest.mark.parametrize("address", others_in_accuracy(["overview", "kernels?by=op"], ["overview"]))
+@pytest.mark.parametrize("address", others_in_accuracy(["diagnosis", "kernels?by=op"], ["diagnosis"]))
 def test_a_shared_page_shows_its_headline_figures_and_tables(page, server, offline, tmp_path, address):
     page.goto(f"{server.url}/{address}{'&' if '?' in address else '?'}run={recorded.GOOD}")
     page.locator(".tk-headline").first.wait_for()

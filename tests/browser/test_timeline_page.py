@@ -240,7 +240,7 @@ def test_who_comes_back_from_another_page_finds_the_timeline_as_it_was(page, ser
     shown.wait_until_sharp()
     view = shown.view
     expect(page).to_have_url(re.compile(f"from={view[0]}&to={view[1]}"))  # written once the view has settled
-    for name, sign in (("Ranks", "[class*=st-key-ranks-map]"), ("Timeline", ".timeline")):
+    for name, sign in (("Ranks and communication", "[class*=st-key-ranks-map]"), ("Timeline", ".timeline")):
         settle(page)
         page.locator("[data-testid=stSidebarNavLink]").filter(has_text=re.compile(f"^{name}$")).click()
         page.locator(sign).first.wait_for()

@@ -70,7 +70,7 @@ def test_an_unknown_page_and_an_unknown_window_are_refused(run, tmp_path):
     out = tmp_path / "view.html"
     done = tracekit("export", run, "--format", "html", "--view", "nowhere", "--out", out)
     assert (done.returncode, out.exists()) == (2, False)
-    assert "there is no page nowhere of a run; there are overview, timeline" in done.stderr
+    assert "there is no page nowhere of a run; there are diagnosis, timeline" in done.stderr
     done = tracekit("export", run, "--format", "html", "--view", "timeline?window=7", "--out", out)
     assert (done.returncode, out.exists()) == (2, False)
     assert "no trace of window 7" in done.stderr

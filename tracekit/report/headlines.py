@@ -290,20 +290,6 @@ def savings(report: Report, answers: WhatIf) -> Headline | None:
     return Headline(text, f"Less certain: {best.caveat}") if best.caveat else _about(text, reported)
 
 
-def data_quality(report: Report, run: Run) -> Headline:
-    """Return whether the data can be trusted, and what limits it."""
-    problems = [finding for finding in _of(report, "DATA") if finding.severity > Severity.INFO]
-    if problems:
-        worst = max(problems, key=lambda finding: finding.severity)
-        more = f"{len(problems) - 1} more below" if problems[1:] else ""
-        return Headline(f"The data is doubtful: {worst.message}", more, worst.severity.label)
-    residual_ns = run.offsets["residual_ns"].max()
-    clocks = "" if residual_ns is None else f"; their clocks agree within {_duration(residual_ns)}"
-    return Headline(
-        f"The data of {units.count(len(run.ranks), 'rank')} has no issue that limits a verdict{clocks}", status=GOOD
-    )
-
-
 def tables(_report: Report, run: Run) -> Headline:
     """Size of the tables that can be queried."""
     size_bytes = sum({source.path: source.size_bytes for source in run.sources}.values())

@@ -16,7 +16,6 @@ from tracekit.report.render import html as render_html
 from tracekit.rules.rule import Finding, Severity
 
 MAX_EVIDENCE_ROWS = 8
-MAX_SAVINGS = 8
 
 _VERDICT_CLASSES = {Verdict.WORSE: "error", Verdict.BETTER: "good", Verdict.SAME: "good", Verdict.INCONCLUSIVE: "info"}
 
@@ -84,31 +83,6 @@ def data_quality(findings: Sequence[Finding]) -> str:
     first = max(problems, key=lambda finding: finding.severity)
     more = f" And {len(problems) - 1} more, below." if len(problems) > 1 else ""
     return escaping.fragment("data_quality", False, f"because {first.message}{more}")
-
-
-def potential_savings(findings: Sequence[Finding], step_ns: float | None) -> str:
-    """Saving per step from fixing each finding as bars, the largest first; '' where none costs time.
-
-    Upper bounds come last. Two findings may cost the same time, so the bars are not added up. A bar of `step_ns`, the
-    step time, would be full.
-    """
-    by_cost = sorted(findings, key=lambda finding: (finding.is_upper_bound, -finding.cost_ns))
-    costly = [finding for finding in by_cost if finding.cost_ns][:MAX_SAVINGS]
-    if not costly:
-        return ""
-    longest_ns = max(step_ns or 0, *(finding.cost_ns for finding in costly))
-    rows = [
-        {
-            "name": phrases.rule_name(finding.code),
-            "id": finding.id,
-            "saving": phrases.saving(finding),
-            "severity": f"{finding.severity.label} bound" if finding.is_upper_bound else finding.severity.label,
-            "width": f"{100 * finding.cost_ns / longest_ns:.1f}%",
-        }
-        for finding in costly
-    ]
-    note = "Estimated saving per step from fixing each finding. Savings may overlap, so do not add them up."
-    return escaping.fragment("potential_savings", rows, note)
 
 
 def comparison_verdict(compared: Comparison, gate: CheckResult | None) -> str:

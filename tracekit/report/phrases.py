@@ -109,11 +109,6 @@ def share_or_size(finding: Finding | KnownFinding) -> str:
     return _up_to(finding) + units.share(finding.impact)
 
 
-def saving(finding: Finding) -> str:
-    """Saving per step from fixing a finding: "16.1 ms" by replay, else "up to 16.1 ms"."""
-    return _up_to(finding) + units.duration(finding.cost_ns)
-
-
 def scope(finding: Finding) -> str:
     """Scope of a finding and its confidence: "ranks 0–7 · steps 3, 5 · confidence 90%"."""
     parts = [units.numbers("rank", finding.ranks)] if finding.ranks else []

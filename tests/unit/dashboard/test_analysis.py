@@ -10,6 +10,7 @@ import pytest
 
 from dashboard import run_catalog, run_store
 from dashboard.run_store import tables
+from dashboard.sections import parallelism
 from tests.browser import recorded
 from tests.integration.test_cli_memory import run_on_a_device, simulated
 from tests.support import dashboard_pages
@@ -60,7 +61,7 @@ def _said(app):
 
 def test_a_rule_and_a_table_of_a_plugin_are_shown_without_an_edit(plugin, tmp_path):
     recorded.write_run(tmp_path / "run", kernel="gemm")
-    shown = page("quality", tmp_path / "run")
+    shown = page("diagnosis", tmp_path / "run", trust="True")
     assert not shown.exception
     assert "There are 2 ranks, says Acme" in html_of(shown)
     rules = next(each.value for each in shown.dataframe if "family" in each.value.columns)
@@ -126,7 +127,7 @@ def test_the_roofline_is_drawn_where_shapes_and_device_are_known(runs, tmp_path)
 
 
 def test_a_finding_is_shown_on_the_page_of_its_family(runs):
-    shown = page("communication", runs / recorded.GOOD)
+    shown = page("ranks", runs / recorded.GOOD, tab="exposed communication")
     assert not shown.exception
     assert "COMM001" in html_of(shown)
     assert len(shown.get("plotly_chart")) == 3
@@ -199,7 +200,11 @@ def test_a_query_does_not_lock_the_run_while_it_executes(runs):
 def test_what_was_measured_is_shown_while_another_session_reads_the_run(runs):
     (entry,) = run_catalog.list_runs([str(runs / recorded.GOOD)]).entries
     run = run_store.open_run(entry)
-    made = run.table(tables.BREAKDOWN_BY_STEP), run.remember("a result", lambda of: of.name), run.step_time_ns
+    made = (
+        run.table(tables.BREAKDOWN_BY_STEP),
+        run.remember("a result", lambda of: of.name),
+        run.result_of(tables.representative_step),
+    )
     reads, ends = threading.Event(), threading.Event()
 
     def read(_):
@@ -210,7 +215,11 @@ def test_what_was_measured_is_shown_while_another_session_reads_the_run(runs):
         reading = sessions.submit(run.compute, read)
         reads.wait(TIMEOUT_S)
         other = sessions.submit(
-            lambda: (run.table(tables.BREAKDOWN_BY_STEP), run.remember("a result", pytest.fail), run.step_time_ns)
+            lambda: (
+                run.table(tables.BREAKDOWN_BY_STEP),
+                run.remember("a result", pytest.fail),
+                run.result_of(tables.representative_step),
+            )
         )
         try:
             shown = other.result(TIMEOUT_S / 2)
@@ -236,15 +245,17 @@ def test_the_page_of_parallelism_shows_mesh_pipeline_and_axes(tmp_path):
     folder = tmp_path / "run"
     layout = ["--model", "125m", "--gpus", "4", "--pp", "2", "--tp", "2", "--micro-batches", "4", "--layers", "4"]
     assert tracekit("simulate", *layout, "--seq", "512", "--steps", "2", "--out", folder).returncode == 0
-    shown = page("parallelism", folder)
+    shown = page("ranks", folder, tab="pipeline")
     assert not shown.exception
     assert "Pipeline, one step" in _said(shown)
-    assert "Communication by axis" in _said(shown)
-    assert "The run has no pipeline" not in _said(shown)
+    mesh = page("ranks", folder, tab="mesh")
+    assert not mesh.exception
+    assert "Communication by axis" in _said(mesh)
 
 
-def test_a_run_without_a_pipeline_has_its_axes(tmp_path):
+def test_a_tab_that_a_run_lacks_says_why_and_the_first_is_shown(tmp_path):
     recorded.write_run(tmp_path / "run", kernel="gemm")
-    shown = page("parallelism", tmp_path / "run")
+    shown = page("ranks", tmp_path / "run", tab="pipeline")
     assert not shown.exception
-    assert "The run has no pipeline" in _said(shown)
+    assert shown.session_state["tab"] == "waiting"
+    assert parallelism.NO_PIPELINE in _said(shown)

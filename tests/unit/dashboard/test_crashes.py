@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dashboard import pages
-from dashboard.pages import ranks
+from dashboard.pages import kernels, ranks
 from tests.browser import recorded
 from tests.support.dashboard_pages import TIMEOUT_S, html_of, page, testing
 from tracekit.rules import engine, report_cache
@@ -40,26 +40,27 @@ def test_a_page_that_raises_is_named_with_its_reason_and_a_report(monkeypatch, r
         raise ZeroDivisionError("of *no* steps")
 
     monkeypatch.setattr(pages, "PAGES", tuple(
-        replace(each, show=show) if each is ranks.PAGE else each for each in pages.PAGES
+        replace(each, show=show) if each is kernels.PAGE else each for each in pages.PAGES
     ))  # fmt: skip
-    app = whole_app(monkeypatch, run, "ranks")
+    app = whole_app(monkeypatch, run, "kernels")
     assert not app.exception  # Streamlit's own box
-    assert said(app) == "The page Ranks failed: ZeroDivisionError: of *no* steps. The other pages work."
+    assert said(app) == "The page Kernels failed: ZeroDivisionError: of *no* steps. The other pages work."
     (details,) = [code.value for code in app.code]
     assert "ZeroDivisionError: of *no* steps" in details
     assert Path(__file__).name in details  # the place
-    assert not whole_app(monkeypatch, run, "communication").error
+    assert not whole_app(monkeypatch, run, "ranks").error
 
 
 def test_a_headline_that_raises_leaves_its_page(monkeypatch, run):
-    def headline(_):
+    def headline(*_):
         raise KeyError("late")
 
+    tabs = tuple(replace(tab, headline=headline) for tab in ranks.PAGE.tabs)
     monkeypatch.setattr(pages, "PAGES", tuple(
-        replace(each, headline=headline) if each is ranks.PAGE else each for each in pages.PAGES
+        replace(each, tabs=tabs) if each is ranks.PAGE else each for each in pages.PAGES
     ))  # fmt: skip
     app = whole_app(monkeypatch, run, "ranks")
-    assert "The headline of the page Ranks failed: KeyError: 'late'. The rest of the page is shown." in said(app)
+    assert f"The headline of the page {ranks.PAGE.title} failed: KeyError: 'late'. The rest" in said(app)
     assert "One step, rank by rank" in [each.value for each in app.subheader]
 
 
@@ -70,7 +71,7 @@ def test_a_rule_that_raises_is_named_and_the_findings_of_the_others_are_shown(mo
     exposed = next(rule for rule in all_rules() if rule.code == "COMM001")
     broken = next(rule for rule in all_rules() if rule.code == "HOST001")
     monkeypatch.setattr(broken, "check", check)
-    app = page("overview", run)
+    app = page("diagnosis", run)
     assert not app.exception
     assert said(app).startswith("Rule HOST001 failed: RuleError: HOST001 crashed on")
     assert "ValueError: no units" in said(app)
@@ -106,7 +107,7 @@ def test_a_page_of_a_plugin_that_cannot_be_imported_shows_why(monkeypatch, run, 
 
 def test_a_command_at_the_end_of_an_error_is_code_to_copy(tmp_path):
     (tmp_path / "empty").mkdir()
-    app = page("overview", tmp_path / "empty")
+    app = page("diagnosis", tmp_path / "empty")
     assert "no trace files" in said(app)
     assert "COMMAND" not in said(app)
     assert [code.value for code in app.code] == ["tracekit record -- COMMAND"]

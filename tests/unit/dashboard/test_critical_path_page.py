@@ -1,4 +1,4 @@
-"""The page Critical path, its figure, and the path on the timeline."""
+"""The critical path on the page Timeline, and its figure."""
 
 import polars as pl
 import pytest
@@ -18,10 +18,10 @@ def folder(tmp_path_factory):
 
 
 def test_the_page_shows_the_path_of_the_chosen_step(folder):
-    shown = page("criticalpath", folder)
+    shown = page("timeline", folder, path="True")
     assert not shown.exception
     assert [each.value for each in shown.subheader] == ["Path, first to last", "Owners of the path", "Not on the path"]
-    step = shown.selectbox[0]
+    step = next(box for box in shown.selectbox if box.label == "Step")
     other = next(option for option in step.options if option != str(step.value))
     assert not step.select(int(other)).run().exception
 

@@ -46,7 +46,7 @@ def test_without_a_run_the_app_shows_how_to_open_one(app):
     assert "tracekit dashboard" in shown.code[0].value
 
 
-def test_the_overview_of_a_run_shows_verdict_numbers_findings_and_breakdown(app, runs):
+def test_the_diagnosis_of_a_run_shows_verdict_numbers_findings_and_breakdown(app, runs):
     shown = app(runs / recorded.GOOD)
     assert not shown.exception
     html = html_of(shown)
@@ -357,7 +357,7 @@ def test_ranks_are_drawn_side_by_side_with_the_ranks_waited_for(runs):
 
 
 def test_the_saves_of_a_run_are_judged_and_drawn():
-    shown = page("checkpoints", FAULTS / "small-tensors")
+    shown = page("memory", FAULTS / "small-tensors", tab="checkpoints")
     assert not shown.exception
     assert "CKPT002" in html_of(shown)
     assert len(shown.get("plotly_chart")) == 3
@@ -365,18 +365,18 @@ def test_the_saves_of_a_run_are_judged_and_drawn():
 
 
 def test_without_a_checkpoint_log_the_page_says_how_to_record_one():
-    shown = page("checkpoints", FAULTS / "churn")
+    shown = page("memory", FAULTS / "churn", tab="checkpoints")
     assert not shown.exception
-    assert "record_save" in shown.info[0].value
+    assert any("record\\_save" in each.value for each in shown.caption)
 
 
 def _history(path):
     def script(path):
         from pathlib import Path
 
-        from dashboard.pages import history
+        from dashboard.sections import trends
 
-        history.show(Path(path))
+        trends.show(Path(path))
 
     return testing.AppTest.from_function(script, args=(str(path),), default_timeout=TIMEOUT_S).run()
 

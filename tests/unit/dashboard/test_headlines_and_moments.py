@@ -13,8 +13,8 @@ from tracekit.report import charts
 
 SAMPLES = Path(__file__).parents[3] / "sample_traces"
 SLOW_RANK = SAMPLES / "faults" / "slow-rank"
-WITHOUT_SUBJECT = {"checkpoints", "memory"}
-"""The run of these tests has no saves and no memory events; its pages say so."""
+WITHOUT_SUBJECT = {"memory"}
+"""The run of these tests has no memory events; its page says so."""
 
 
 def _message(shown):
@@ -37,16 +37,16 @@ def test_each_page_has_one_headline_above_everything_else(runs, address):  # noq
 
 @pytest.mark.parametrize("name", ["demo-fsdp2", "parallelism/pipeline-slow-stage"])
 def test_the_headlines_of_saves_memory_and_pipelines_have_their_numbers(name):
-    words = {"demo-fsdp2": {"checkpoints": "blocks training for", "memory": "at its peak"}}
-    for address, text in words.get(name, {"parallelism": "bubble is 33.7% of a step"}).items():
-        assert text in html_of(page(address, SAMPLES / name)).split("tk-headline")[1].split("</b>")[0]
+    words = {"demo-fsdp2": {("memory", "checkpoints"): "blocks training for", ("memory", "memory"): "at its peak"}}
+    for (address, tab), text in words.get(name, {("ranks", "pipeline"): "bubble is 33.7% of a step"}).items():
+        assert text in html_of(page(address, SAMPLES / name, tab=tab)).split("tk-headline")[1].split("</b>")[0]
 
 
 def test_ranks_are_coloured_at_first_by_how_long_others_wait_for_them():
     shown = page("ranks", SLOW_RANK)
     assert not shown.exception
     assert shown.session_state["colour"] == charts.AWAITED
-    figure = json.loads(shown.get("plotly_chart")[0].proto.spec)
+    figure = next(json.loads(each.proto.spec) for each in shown.get("plotly_chart") if each.key.startswith("ranks-map"))
     waits = dict(
         zip((cell[0] for cell in figure["data"][0]["customdata"]), figure["data"][0]["marker"]["color"], strict=False)
     )
@@ -74,20 +74,19 @@ EVIDENCE = pl.DataFrame(
 
 
 def test_the_late_rank_comes_before_those_that_wait_for_it_longest_first():
-    assert moments.late_and_waiting(EVIDENCE) == (1, 3, 2)
-    assert moments.late_and_waiting(EVIDENCE, EVIDENCE.row(0, named=True)) == (1, 2, 3)
-    assert moments.late_and_waiting(EVIDENCE, EVIDENCE.row(2, named=True)) == (7, 4)
-    assert moments.late_and_waiting(EVIDENCE, EVIDENCE.row(3, named=True)) == ()
-    assert moments.late_and_waiting(EVIDENCE.drop("late_rank")) == ()
+    assert moments.leading_ranks(EVIDENCE, EVIDENCE.row(0, named=True)) == (1, 2, 3)
+    assert moments.leading_ranks(EVIDENCE, EVIDENCE.row(2, named=True)) == (7, 4)
+    assert moments.leading_ranks(EVIDENCE, EVIDENCE.row(3, named=True)) == (5,)
+    assert moments.leading_ranks(EVIDENCE.drop("late_rank"), EVIDENCE.drop("late_rank").row(0, named=True)) == (2,)
 
 
 def test_a_selected_row_of_evidence_names_its_moment_on_the_button(runs):  # noqa: F811
-    shown = page("overview", runs / recorded.GOOD)
+    shown = page("diagnosis", runs / recorded.GOOD)
     labels = [button.label for button in shown.button if button.key and button.key.startswith("show-")]
     assert labels
     assert set(labels) == {"Show in the timeline"}
     key = next(button.key for button in shown.button if button.key and button.key.startswith("show-"))
     selection = f"evidence-{recorded.GOOD}-{key.removeprefix('show-')}"
     state = {selection: {"selection": {"rows": [0], "columns": [], "cells": []}}}
-    chosen = page("overview", runs / recorded.GOOD, state=state)
+    chosen = page("diagnosis", runs / recorded.GOOD, state=state)
     assert not chosen.exception

@@ -34,14 +34,14 @@ def test_the_representative_ranks_are_chosen_at_first(runs, address):  # noqa: F
 
 def test_of_many_slowdowns_those_that_lose_most_are_listed_and_all_downloaded(tmp_path, monkeypatch):
     from dashboard import downloads
-    from dashboard.pages import contention
+    from dashboard.sections import contention
 
     monkeypatch.setattr(contention, "MAX_PAIRS", 1)
     layout = ("--gpus", "2", "--layers", "2", "--seq", "512", "--steps", "2", "--fault", "give-way")
     assert tracekit("simulate", *layout, "--out", tmp_path / "run").returncode == 0
     offered = []
     monkeypatch.setattr(downloads, "table", lambda rows, *, key: offered.append((key, rows)))
-    shown = page("contention", tmp_path / "run")
+    shown = page("ranks", tmp_path / "run", tab="contention")
     assert not shown.exception
     (whole,) = [rows for key, rows in offered if key == "contention-pairs"]
     assert whole.height > 1

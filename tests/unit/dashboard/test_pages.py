@@ -47,6 +47,28 @@ def test_a_page_of_a_plugin_has_a_link_an_address_a_screenshot_and_browser_tests
     assert "acme" in [page.address for page in dashboard_pages.addressed_pages()]
 
 
+def test_the_address_of_a_page_that_is_part_of_another_leads_to_that_part(tmp_path, monkeypatch):
+    recorded.write_run(tmp_path / "run", kernel="gemm")
+    monkeypatch.setattr(sys, "argv", ["frame.py", str(tmp_path / "run")])
+    app = testing.AppTest.from_file(str(ROOT / "dashboard" / "server" / "frame.py"), default_timeout=TIMEOUT_S).run()
+    links = {page["url_pathname"]: key for key, page in app._registered_pages.items()}
+    assert pages.MOVED.keys() < links.keys()
+    app._page_hash = links["quality"]
+    app.query_params["bars"] = pages.diagnosis.BY_STEP
+    app.run()
+    assert not app.exception
+    assert "True" in app.query_params["trust"]
+    assert app.session_state["bars"] == pages.diagnosis.BY_STEP
+    assert app.toggle(key="trust").value
+
+
+def test_every_part_that_an_old_address_names_exists():
+    by_address = {page.address: page for page in pages.PAGES}
+    for target, parameters in pages.MOVED.values():
+        tabs = {tab.name for tab in by_address[target].tabs}
+        assert set(parameters.get("tab", ())) <= tabs
+
+
 def test_titles_and_addresses_are_unique_and_fit_a_url():
     for names in ([page.title for page in pages.PAGES], [page.address for page in pages.PAGES]):
         assert len(set(names)) == len(names)

@@ -45,13 +45,13 @@ def test_the_page_memory_draws_them_with_the_categories_at_the_peak(folder, name
     assert not shown.error
 
 
-@pytest.mark.parametrize("address", ["overview", "timeline"])
+@pytest.mark.parametrize("address", ["diagnosis", "timeline"])
 def test_other_pages_say_which_page_shows_them(folder, address):
     shown = page(address, folder)
     assert not shown.exception
     assert not shown.error
     assert "1 memory snapshot and no trace" in shown.info[0].value
-    assert shown.button[0].label == "Open the page Memory"
+    assert shown.button[0].label == "Open the page Memory and checkpoints"
 
 
 def test_a_configuration_next_to_them_is_not_taken_for_a_trace(folder, tmp_path):

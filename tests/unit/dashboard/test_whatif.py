@@ -1,4 +1,4 @@
-"""The page What if, without a browser: it matches the command on real and simulated runs."""
+"""The step time without causes on the page Diagnosis: it matches the command on real and simulated runs."""
 
 import dataclasses
 import gzip
@@ -29,7 +29,7 @@ def simulated(tmp_path_factory):
 
 
 def _page(path, **parameters):
-    return dashboard_pages.page("whatif", path, **parameters)
+    return dashboard_pages.page("diagnosis", path, **{"savings": "True"} | parameters)
 
 
 def _command(path, *options):
@@ -164,13 +164,15 @@ def test_page_and_command_warn_if_the_replay_does_not_reproduce_the_run(tmp_path
     assert shown.warning[0].value.replace("\\", "") in " ".join(text.split())
 
 
-def test_a_run_without_work_points_to_data_quality(tmp_path):
+def test_a_run_without_work_points_to_the_page_with_what_is_missing(tmp_path):
     trace = {"schemaVersion": 1, "distributedInfo": {"rank": 0, "world_size": 1}, "traceEvents": []}
     (tmp_path / "rank0.pt.trace.json").write_text(json.dumps(trace))
     shown = _page(tmp_path)
     assert not shown.exception
-    assert "Data quality shows what is missing" in _said(shown)
-    assert not shown.selectbox
+    assert "without" not in {each.key for each in shown.multiselect}
+    ranks = dashboard_pages.page("ranks", tmp_path)
+    assert "Diagnosis shows what is missing" in _said(ranks)
+    assert not ranks.selectbox
 
 
 def test_of_many_ranks_only_those_that_are_replayed_are_read(tmp_path, monkeypatch):

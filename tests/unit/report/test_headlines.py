@@ -79,7 +79,6 @@ def test_a_problem_that_was_found_is_the_verdict_although_data_is_doubtful(wordi
     report = _report(run, _issue(0.98), found)
     assert phrases.cannot_judge(report) is None
     wording(headlines.verdict(report, run).text)
-    wording(headlines.data_quality(report, run).text)
 
 
 @pytest.mark.parametrize("make", [headlines.memory, headlines.checkpoints])

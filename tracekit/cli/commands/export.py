@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tracekit.model.run import Run
 
 TIMELINE = "timeline"
-_DEFAULT_PAGE = "overview"
+_DEFAULT_PAGE = "diagnosis"
 _ZIP_LEVEL = 2
 
 

@@ -118,12 +118,12 @@ class Layout {
     this.place();
   }
 
-  /** Place these ranks at the top, in this order and folded, so that their work can be compared. */
+  /** Place these ranks at the top, in this order; several are folded, so that their work can be compared. */
   lead(ranks) {
     const known = ranks.filter((rank) => this.ranks.has(rank));
     const others = [...this.ranks].filter(([rank]) => !known.includes(rank));
     this.ranks = new Map([...known.map((rank) => [rank, this.ranks.get(rank)]), ...others]);
-    for (const rank of known) this.folded.add(rankKey(rank));
+    if (known.length > 1) for (const rank of known) this.folded.add(rankKey(rank));
     this.place();
   }
 

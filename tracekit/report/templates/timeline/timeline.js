@@ -128,7 +128,7 @@ class Timeline {
     this.view = withinRun({ from: go.start, to: go.end }, this.spanNs);
     const track = this.tracks.get(go.track);
     if (go.ranks?.length) this.lead(go.ranks);
-    else if (track) this.reveal(track);
+    if (track) this.reveal(track);
     const mark = this.findings.find((mark) => mark.key === go.finding && mark.start < go.end && mark.end > go.start);
     if (mark) this.panel.showFinding(mark);
     this.changed();

@@ -4,11 +4,10 @@ import polars as pl
 import streamlit as st
 
 from dashboard import findings, moments, widgets
-from dashboard.pages.page import Needs, Page
 from dashboard.run_store import OpenRun, tables
 from dashboard.url_state import bind
 from tracekit.model import units
-from tracekit.report import charts, headlines
+from tracekit.report import charts
 
 SOURCES = {
     "description": "named by the descriptions of the groups",
@@ -16,36 +15,34 @@ SOURCES = {
     "inferred": "inferred from the collectives of the groups",
 }
 """How the axis of a group is known, in words."""
-NO_GROUPS = "The traces contain no collectives or sends of process groups, so there is no parallelism to show."
+NO_AXIS = "The traces contain no groups of collectives or sends whose axis is known."
+NO_PIPELINE = "The run has no spans of a schedule, and no sends and receives between stages."
+NO_EXPERTS = "The run has no all-to-alls that bring tokens to experts."
 NO_MESH = (
     "The traces do not state the ranks of any group along an axis, so the mesh is not known. State `mesh` in run.json."
 )
 
 
-def show(run: OpenRun) -> None:
-    """Draw the mesh, one step of the pipeline, its stages, and the communication of each axis."""
-    with st.spinner("Measuring"):
-        groups, by_axis = run.table(tables.GROUP_AXES), run.table(tables.COMMUNICATION_BY_AXIS)
-        bubbles = run.table(tables.PIPELINE_BUBBLES)
-    if groups.is_empty() and bubbles.is_empty():
-        widgets.info(NO_GROUPS)
-        return
-    findings.show_families(run, "PIPE", "TP", "EP")
-    _mesh(pl.concat([groups, run.table(tables.MESH_GROUPS)], how="diagonal"))
-    if bubbles.is_empty():
-        widgets.caption("The run has no pipeline: no spans of a schedule, and no sends and receives between stages.")
-    else:
-        _pipeline(run, bubbles)
-    _experts(run, run.table(tables.EXPERT_LOAD))
-    _axes(by_axis)
+def show_mesh(run: OpenRun) -> None:
+    """Draw the mesh, and the communication of each axis."""
+    findings.show_families(run, "TP")
+    _mesh(pl.concat([run.table(tables.GROUP_AXES), run.table(tables.MESH_GROUPS)], how="diagonal"))
+    _axes(run.table(tables.COMMUNICATION_BY_AXIS))
 
 
-def _experts(run: OpenRun, load: pl.DataFrame) -> None:
+def lack_of_axes(run: OpenRun) -> str:
+    """Why the run has no mesh to show, or ''."""
+    axes = run.table(tables.GROUP_AXES)["axis"].drop_nulls().unique()
+    if axes.len() > 1:
+        return ""
+    return f"Its groups have one axis, {axes[0]}." if axes.len() else NO_AXIS
+
+
+def show_experts(run: OpenRun) -> None:
     """Draw how the tokens are divided among the ranks' experts, where their all-to-alls say so."""
-    if load.is_empty():
-        return
+    findings.show_families(run, "EP")
     widgets.subheader("Tokens of each rank's experts")
-    widgets.chart(charts.expert_heatmap(load), key="parallelism-experts")
+    widgets.chart(charts.expert_heatmap(run.table(tables.EXPERT_LOAD)), key="parallelism-experts")
     widgets.caption(
         "Bytes that the first all-to-all of a layer brings a rank, over the mean of its group; mean of steps."
     )
@@ -85,7 +82,10 @@ def _mesh(groups: pl.DataFrame) -> None:
     )
 
 
-def _pipeline(run: OpenRun, bubbles: pl.DataFrame) -> None:
+def show_pipeline(run: OpenRun) -> None:
+    """Draw one step of the pipeline, its stages, and their times."""
+    findings.show_families(run, "PIPE")
+    bubbles = run.table(tables.PIPELINE_BUBBLES)
     widgets.subheader("Pipeline, one step")
     place = _choose(bubbles)
     step_bubbles = bubbles.filter(**place)
@@ -153,8 +153,3 @@ def _axes(by_axis: pl.DataFrame) -> None:
     widgets.frame(
         display, key="parallelism-axis-table", labels={"confidence_ratio": "confidence", "calls": "calls per step"}
     )
-
-
-PAGE = Page.described_by(
-    __doc__, "parallelism", show, Needs.WORK, headline=lambda run: run.headline(headlines.parallelism)
-)

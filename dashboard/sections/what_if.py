@@ -6,18 +6,20 @@ import polars as pl
 import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
-from dashboard import downloads, findings, widgets
-from dashboard.pages.page import Needs, Page
+from dashboard import downloads, widgets
 from dashboard.run_store import OpenRun, what_if
 from dashboard.run_store.what_if import Answer, NodeSpec, Prediction, WhatIf
-from dashboard.url_state import bind, bind_number, bind_several
+from dashboard.url_state import bind, bind_flag, bind_number, bind_several
 from tracekit.errors import TracekitError
 from tracekit.model import escaping, units
 from tracekit.report import charts, headlines, phrases, rank_selection
 from tracekit.report import what_if as answer_text
 from tracekit.report.render import html as render_html
 
+WITHOUT, SAVINGS, PRICE = "without", "savings", "price"
+"""Parameters of the address: the causes that are removed, whether all savings are shown, and a GPU-hour's price."""
 MAX_PRICE = 10_000.0
+PRICE_HELP = "In any currency; shows what each change is worth per day of training"
 NOTHING, NETWORK, FEWER = "choose one", "another network", "fewer recomputed layers"
 CHOICES = (NOTHING, NETWORK, *what_if.STRATEGIES, FEWER)
 TIMES = (0.1, 0.25, 0.5, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0)
@@ -34,22 +36,49 @@ INFERRED = (
 )
 
 
+def bind_causes() -> None:
+    """Take the causes to remove from the address, before `tick` and `show` draw them."""
+    bind_several(WITHOUT, what_if.cause_names())
+
+
+def tick(cause: str, key: str) -> None:
+    """Let a person remove the cause of a finding, which has this key, from the step that `show` predicts."""
+    state = f"tick-{key}"
+    st.session_state[state] = cause in st.session_state[WITHOUT]
+    st.checkbox("Predict the step without it", key=state, on_change=_remove, args=(cause, state))
+
+
+def _remove(cause: str, state: str) -> None:
+    others = [name for name in st.session_state[WITHOUT] if name != cause]
+    st.session_state[WITHOUT] = [*others, cause] if st.session_state[state] else others
+
+
 def show(run: OpenRun) -> None:
-    """Show how well the replay reproduces the run, what each change would save, and where; predict other setups."""
-    headline = st.empty()
+    """Predict the step without the chosen causes together; on request show the saving of each, and other setups."""
     try:
-        _replay(run)
-        plain = what_if.without(run)
-        with headline:
-            widgets.headline(headlines.savings(run.report, plain))
-        _accuracy(run, plain)
-        price = _price(plain.gpus)
-        answers = what_if.without(run, gpu_hour_price=price)
-        _single_causes(run, answers)
-        _chosen_causes(run, answers, price)
-        _predictions(run, answers.gpus, price)
+        widgets.subheader("The step without several of these together")
+        causes = st.multiselect(
+            "Without", what_if.cause_names(), key=WITHOUT, placeholder="Tick findings above, or choose causes to remove"
+        )
+        price = st.session_state.get(PRICE) or None
+        if causes:
+            with st.spinner("Replaying the steps"):
+                _chosen_causes(run, causes, price)
+        if st.toggle("Savings of all causes, and other networks and strategies", key=bind_flag(SAVINGS)):
+            _all_savings(run)
     except TracekitError as error:
         widgets.problem(str(error))
+
+
+def _all_savings(run: OpenRun) -> None:
+    """Show how well the replay reproduces the run and what each change would save; predict other setups."""
+    _replay(run)
+    price = _price(what_if.without(run).gpus)
+    answers = what_if.without(run, gpu_hour_price=price)
+    widgets.headline(headlines.savings(run.report, answers))
+    _accuracy(run, answers)
+    _single_causes(run, answers)
+    _predictions(run, answers.gpus, price)
 
 
 def _replay(run: OpenRun) -> None:
@@ -94,15 +123,8 @@ def _signed_share(ratio: float) -> str:
 def _price(gpus: int | None) -> float | None:
     if not gpus:
         return None
-    price = st.number_input(
-        f"Price of a GPU-hour ({gpus:,} GPUs)",
-        0.0,
-        MAX_PRICE,
-        step=0.5,
-        key=bind_number("price", 0.0, MAX_PRICE, 0.0),
-        width=230,
-        help="In any currency; shows what each change is worth per day of training",
-    )
+    label, key = f"Price of a GPU-hour ({gpus:,} GPUs)", bind_number(PRICE, 0.0, MAX_PRICE, 0.0)
+    price = st.number_input(label, 0.0, MAX_PRICE, step=0.5, key=key, width=230, help=PRICE_HELP)
     return float(price) or None
 
 
@@ -113,7 +135,7 @@ def _single_causes(run: OpenRun, answers: WhatIf) -> None:
         widgets.info("No cause that the replay can remove would shorten a step of this run.")
     else:
         widgets.caption(
-            "Each change by itself. Savings may overlap, so do not add them up: choose several changes together below."
+            "Each change by itself. Savings may overlap, so do not add them up: choose several together above."
         )
         widgets.chart(charts.potential_savings(table), key="whatif-savings")
         widgets.html(render_html.table(answer_text.savings_cells(answers.answers)))
@@ -141,15 +163,7 @@ def _others(answers: WhatIf) -> None:
             widgets.html(escaping.html_table(("without", "cannot be computed, because"), rows))
 
 
-def _chosen_causes(run: OpenRun, answers: WhatIf, price: float | None) -> None:
-    widgets.subheader("One change or several together, rank by rank")
-    names = [answer.name for answer in answers.answers]
-    names += [name for name in what_if.cause_names() if name not in names]
-    causes = st.multiselect(
-        "Without", names, key=bind_several("without", names, names[:1]), placeholder="Choose causes to remove"
-    )
-    if not causes:
-        return
+def _chosen_causes(run: OpenRun, causes: Sequence[str], price: float | None) -> None:
     singly = what_if.without(run, tuple(causes), gpu_hour_price=price)
     if causes[1:]:
         answer = what_if.together(run, tuple(causes), gpu_hour_price=price)
@@ -164,14 +178,13 @@ def _chosen_causes(run: OpenRun, answers: WhatIf, price: float | None) -> None:
     if causes[1:]:
         saved = ", ".join(f"{units.duration(answer.saved_ns)} without {answer.name}" for answer in singly.answers)
         widgets.caption(widgets.plain(f"Savings of each alone: {saved}."))
-    widgets.caption(widgets.plain(_about(answer)))
-    by_rank = what_if.savings_by_rank(run, [tuple(causes)])
-    drawn_ranks = run.result_of(rank_selection.drawn_ranks)
-    widgets.chart(charts.savings_by_rank(by_rank, answer.name, drawn_ranks), key="whatif-ranks")
-    widgets.note(rank_selection.selection_note(run.run))
-    with st.expander("Step by step"):
+    widgets.caption(widgets.plain(" ".join(filter(None, (_about(answer), answer_text.caveat(singly))))))
+    with st.expander("By rank and step by step"):
+        by_rank = what_if.savings_by_rank(run, [tuple(causes)])
+        drawn_ranks = run.result_of(rank_selection.drawn_ranks)
+        widgets.chart(charts.savings_by_rank(by_rank, answer.name, drawn_ranks), key="whatif-ranks")
+        widgets.note(rank_selection.selection_note(run.run))
         widgets.frame(widgets.drop_empty(what_if.steps_without(run, tuple(causes))), key="whatif-steps")
-    _findings(run, causes)
 
 
 def _numbers(answer: Answer) -> dict[str, str]:
@@ -189,15 +202,6 @@ def _about(answer: Answer) -> str:
     rule = f" Rule {code} {phrases.rule_name(code)} reports this cause." if code else ""
     summary = answer.summary[0].upper() + answer.summary[1:]
     return f"{summary}. Basis: {answer.basis}. Confidence {answer.confidence:.0%}.{caveat}{rule}"
-
-
-def _findings(run: OpenRun, names: Sequence[str]) -> None:
-    by_key = findings.by_key(run.report.findings)
-    priced = {key: finding for key, finding in by_key.items() if finding.what_if}
-    related = {key: finding for key, finding in priced.items() if finding.what_if.cause.name in names}
-    if related:
-        with st.expander(f"{units.count(len(related), 'related finding')} in this run"):
-            findings.show_all(related, run)
 
 
 def _predictions(run: OpenRun, gpus: int | None, price: float | None) -> None:
@@ -253,6 +257,3 @@ def _show_prediction(prediction: Prediction, gpus: int | None, price: float | No
             numbers["worth a day"] = f"{hours * price:,.2f}"
     widgets.numbers(numbers)
     st.markdown("This prediction assumes:\n" + "\n".join("- " + widgets.plain(text) for text in prediction.assumptions))
-
-
-PAGE = Page.described_by(__doc__, "whatif", show, Needs.WORK)

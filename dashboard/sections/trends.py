@@ -1,4 +1,4 @@
-"""History: metrics of checked runs over time, where they changed, and with which commit."""
+"""Trends: metrics of checked runs over time, where they changed, and with which commit."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +7,6 @@ import plotly.graph_objects as go
 import streamlit as st
 
 from dashboard import widgets
-from dashboard.pages.page import TOOLS, Needs, Page
 from dashboard.run_store import regression
 from dashboard.run_store.regression import Group, Series
 from tracekit.errors import TracekitError
@@ -23,7 +22,6 @@ MAX_DRAWN = 4
 
 def show(path: Path) -> None:
     """Show the metrics of one kind of run, what changed, and the run that a person picks."""
-    widgets.title("History", path.name)
     try:
         groups = regression.history(path)
     except TracekitError as error:
@@ -131,6 +129,3 @@ def _run(group: Group) -> None:
     run_findings = group.findings.filter(run=row["run"])
     if run_findings.height:
         widgets.frame(run_findings.select("finding", "name", "severity", "impact_ratio", "cost_ns", "message"))
-
-
-PAGE = Page.described_by(__doc__, "history", show, Needs.HISTORY, TOOLS)

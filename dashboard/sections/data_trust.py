@@ -1,13 +1,11 @@
-"""Data quality: data-quality issues, what each rank recorded, clock error, missing data, and all rules."""
+"""How far the numbers of a run can be trusted: data-quality issues, recorded and missing data, clocks, all rules."""
 
 import polars as pl
 import streamlit as st
 
-from dashboard import findings, sharing, widgets
-from dashboard.pages.page import Page
+from dashboard import findings, widgets
 from dashboard.run_store import OpenRun, tables
 from tracekit.model import units
-from tracekit.report import headlines
 
 _CONTENTS = {
     "linked": "with launch",
@@ -21,7 +19,6 @@ _CONTENTS = {
     "step_times": "with step time",
 }
 """The headings of what a rank recorded."""
-NO_ISSUE = "The files have no data-quality issue."
 
 
 def show(run: OpenRun) -> None:
@@ -32,8 +29,7 @@ def show(run: OpenRun) -> None:
     issues = findings.of_families(run.report.findings, ("DATA",))
     findings.show_all(issues, run)
     if not issues:
-        st.success(NO_ISSUE, icon=":material/check:")
-        sharing.text("caption", NO_ISSUE)
+        widgets.caption("The files have no data-quality issue.")
     _contents(run)
     _clocks(run)
     _missing(missing)
@@ -103,11 +99,3 @@ def _rules(run: OpenRun) -> None:
         widgets.text_table(("rule", "reason why it could not judge"), rows, key="blind-spots")
     with st.expander("All rules"):
         widgets.frame(table.drop("could not judge"), key="rules")
-    families = set(table["family"]) - set(findings.FAMILIES_WITH_A_PAGE)
-    plugin_findings = findings.of_families(run.report.findings, list(families))
-    if plugin_findings:
-        widgets.subheader("Findings of plug-in rules")
-        findings.show_all(plugin_findings, run)
-
-
-PAGE = Page.described_by(__doc__, "quality", show, headline=lambda run: run.headline(headlines.data_quality))

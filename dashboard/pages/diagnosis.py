@@ -1,4 +1,4 @@
-"""Overview: the verdict, potential savings, the time breakdown, findings with evidence, and reports to download."""
+"""Diagnosis: each finding with its saving, fix, moment and evidence; the step without several; trust in the data."""
 
 import plotly.graph_objects as go
 import polars as pl
@@ -8,33 +8,30 @@ from dashboard import downloads, findings, moments, widgets
 from dashboard.findings import Findings
 from dashboard.pages.page import Page
 from dashboard.run_store import OpenRun, tables
-from dashboard.url_state import bind
+from dashboard.sections import data_trust, what_if
+from dashboard.url_state import bind, bind_flag
 from tracekit.model import units
 from tracekit.report import charts, headlines, html, html_fragments, phrases, rank_selection
 from tracekit.report import json as report_json
 
 BY_RANK, BY_STEP = "by rank", "by step"
+TRUST, SAVINGS = "trust", what_if.SAVINGS
+"""Parameters of the address that open the parts on the data and on all savings."""
 
 
 def show(run: OpenRun) -> None:
-    """Show the potential savings, the breakdown, the findings by impact, and the data quality."""
+    """Show how far to trust the data, the findings by saving, the step without some of them, and the breakdown."""
     by_key = findings.by_key(run.report.findings)
     quality = findings.of_families(run.report.findings, ("DATA",))
-    performance = {key: finding for key, finding in by_key.items() if key not in quality}
     widgets.html(html_fragments.data_quality(list(quality.values())))
+    if st.toggle("What the trust in the data rests on", key=bind_flag(TRUST)):
+        data_trust.show(run)
     widgets.html(html_fragments.numbers(html_fragments.headline_numbers(run.run)))
-    gains = html_fragments.potential_savings(list(performance.values()), run.step_time_ns)
-    main_column, saving_column = st.columns([3, 2]) if gains else (st.container(), None)
-    with main_column:
-        table, step_times = _breakdown(run)
-    if saving_column is not None:
-        with saving_column:
-            widgets.subheader("Potential saving")
-            widgets.html(gains)
-    _findings(performance, run)
-    if quality:
-        widgets.subheader("Data quality")
-        findings.show_all(quality, run)
+    what_if.bind_causes()
+    _findings({key: finding for key, finding in by_key.items() if key not in quality}, run)
+    if not run.table(tables.BREAKDOWN_BY_RANK).is_empty():
+        what_if.show(run)
+    table, step_times = _breakdown(run)
     _numbers(run, table, step_times)
     _notes(run)
     _report(run)
@@ -48,12 +45,10 @@ def _findings(performance: Findings, run: OpenRun) -> None:
         cannot_judge = run.report.cannot_judge
         nothing_found = "No rule found anything in what was recorded."
         widgets.caption(nothing_found if cannot_judge is None else f"The rules on time did not run: {cannot_judge}")
-    findings.show_all(severe, run)
+    findings.show_all(severe or rest, run, what_if.tick)
     if severe and rest:
         with st.expander(f"{len(rest)} more for information"):
-            findings.show_all(rest, run)
-    else:
-        findings.show_all(rest, run)
+            findings.show_all(rest, run, what_if.tick)
 
 
 def _breakdown(run: OpenRun) -> tuple[pl.DataFrame, go.Figure | None]:
@@ -116,5 +111,5 @@ def _report(run: OpenRun) -> None:
 
 
 PAGE = Page.described_by(
-    __doc__, "overview", show, follows_recording=True, headline=lambda run: run.headline(headlines.verdict)
+    __doc__, "diagnosis", show, follows_recording=True, headline=lambda run: run.headline(headlines.verdict)
 )

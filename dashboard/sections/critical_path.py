@@ -3,12 +3,12 @@
 import polars as pl
 import streamlit as st
 
-from dashboard import moments, widgets
-from dashboard.pages.page import Needs, Page
-from dashboard.run_store import OpenRun, critical_path, tables
-from dashboard.run_store.critical_path import CriticalPath
+from dashboard import moments, run_store, widgets
+from dashboard.run_entry import RunEntry
+from dashboard.run_store import OpenRun, tables, what_if
+from dashboard.run_store.what_if import CriticalPath
 from dashboard.url_state import bind
-from tracekit.errors import TracekitError
+from tracekit.errors import RuleError, TracekitError
 from tracekit.model import units
 from tracekit.report import charts
 from tracekit.report.headlines import Headline
@@ -19,15 +19,24 @@ _FIRST = ("rank", "kind", "name", "dur_ns", "step_ratio", "slack_ns", "count")
 """The columns of an owner in front of the rest."""
 
 
-def show(run: OpenRun) -> None:
-    """Draw the path of one step with its owners, and what is not on it."""
-    step = _choose(run)
+def choose(entry: RunEntry) -> CriticalPath | None:
+    """Return the critical path of the step that a person picks, or show why there is none."""
     try:
+        run = run_store.open_run(entry)
+        steps = run.table(tables.BREAKDOWN_BY_STEP)["step"].drop_nulls().unique().sort().to_list()
+        representative = run.result_of(tables.representative_step) or {}
+        default = representative.get("step")
+        step = st.selectbox("Step", steps, key=bind("step", steps, default), width=160) if steps else None
         with st.spinner("Walking back from the end of the step"):
-            path = critical_path.explain(run, step)
-    except TracekitError as error:
-        widgets.info(widgets.plain(str(error)))
-        return
+            return what_if.critical_path(run, step)
+    except (TracekitError, RuleError) as error:
+        widgets.caption(widgets.plain(f"The critical path is not shown: {error}"))
+        return None
+
+
+def show(run: OpenRun, path: CriticalPath) -> None:
+    """Draw the path of one step with its owners, and what is not on it."""
+    widgets.headline(_headline(path))
     _numbers(path)
     for doubt in path.doubts:
         widgets.caption(widgets.plain(doubt))
@@ -50,18 +59,6 @@ def _owners(rows: pl.DataFrame, *, key: str) -> None:
     widgets.frame(display.select(*first, pl.exclude(first)), key=key)
 
 
-def _choose(run: OpenRun) -> int | None:
-    """Return the step to explain; None is the representative one, which is also that of a run without marked steps."""
-    steps = run.table(tables.BREAKDOWN_BY_STEP)
-    steps_marked = steps["step"].drop_nulls().unique().sort().to_list()
-    if not steps_marked:
-        return None
-    representative = run.result_of(tables.representative_step)
-    default = representative["step"] if representative else steps_marked[0]
-    chosen_step: int = st.selectbox("Step", steps_marked, key=bind("step", steps_marked, default), width=160)
-    return chosen_step
-
-
 def _numbers(path: CriticalPath) -> None:
     kinds = dict(path.shares_by("kind").select("kind", "step_ratio").rows())
     top_rank = path.shares_by("rank").row(0, named=True)
@@ -76,7 +73,7 @@ def _numbers(path: CriticalPath) -> None:
 
 def _chart(run: OpenRun, path: CriticalPath) -> None:
     widgets.subheader("Path, first to last")
-    parts = critical_path.placed_parts(run, path)
+    parts = what_if.placed_parts(run, path)
     clicked = widgets.clickable(charts.critical_path(parts, path.start_ns), key=f"critical-path-{run.entry.name}")
     if clicked is None:
         widgets.caption(
@@ -84,24 +81,16 @@ def _chart(run: OpenRun, path: CriticalPath) -> None:
             "device. Drag to zoom, click a bar to show it in the timeline."
         )
     elif st.button(f"Show rank {clicked[0]} in the timeline", key="critical-path-show"):
-        st.session_state[widgets.SHOWN_PATH] = {"run": run.entry.name, "step": path.step}
         moment = {"rank": clicked[0], "start_ns": clicked[1], "dur_ns": clicked[2], "window": path.window}
-        moments.show(run.entry, moment)
+        moments.show(run.entry, moment, path=True, **({} if path.step is None else {"step": path.step}))
 
 
-def _headline(run: OpenRun) -> Headline | None:
-    try:
-        path = critical_path.explain(run)
-    except TracekitError:
-        return None  # the page shows why
+def _headline(path: CriticalPath) -> Headline:
     kind, ratio = path.shares_by("kind").select("kind", "step_ratio").row(0)
     rank, of_rank = path.shares_by("rank").select("rank", "step_ratio").row(0)
     duration = units.duration(path.step_ns)
-    step = f"the window ({duration})" if path.step is None else f"step {path.step} (representative, {duration})"
+    step = f"the window ({duration})" if path.step is None else f"step {path.step} ({duration})"
     return Headline(
         f"{units.share(ratio)} of the critical path of {step} is {_LABELS.get(kind, kind)}, and {units.share(of_rank)} "
         f"of it is on rank {rank}"
     )
-
-
-PAGE = Page.described_by(__doc__, "criticalpath", show, Needs.WORK, headline=_headline)

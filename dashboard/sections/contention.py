@@ -4,9 +4,8 @@ import polars as pl
 import streamlit as st
 
 from dashboard import findings, moments, widgets
-from dashboard.pages.page import Needs, Page
 from dashboard.run_store import OpenRun, tables
-from tracekit.report import charts, headlines, phrases
+from tracekit.report import charts, phrases
 
 WITHOUT_DEVICE = (
     "No device activity was recorded. Contention is measured between device streams, and a trace does not record how "
@@ -17,9 +16,6 @@ MAX_PAIRS = 500
 
 def show(run: OpenRun) -> None:
     """Draw which work ran concurrently with which other work, and what that cost."""
-    if not run.table(tables.DEVICES)["devices"].sum():
-        widgets.info(WITHOUT_DEVICE)
-        return
     with st.spinner("Measuring"):
         pairs = run.table(tables.CONTENTION_PAIRS)
     if pairs.is_empty():
@@ -97,8 +93,3 @@ def _moments(run: OpenRun) -> None:
     display = phrases.from_run_start(rows, run.table(tables.RUN_CLOCK))
     display = display.drop("window") if display["window"].n_unique() == 1 else display
     moments.table(run.entry, rows, display, key="contention-at")
-
-
-PAGE = Page.described_by(
-    __doc__, "contention", show, Needs.WORK, headline=lambda run: run.headline(headlines.slowed_kind)
-)

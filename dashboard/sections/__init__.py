@@ -1,0 +1,1 @@
+"""Sections of pages: tabs, and parts that open on request."""

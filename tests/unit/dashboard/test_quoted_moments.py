@@ -1,0 +1,49 @@
+"""From a finding to its moment: the timeline opens at the rank, step and time that the finding quotes."""
+
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+pytest.importorskip("streamlit")
+
+from dashboard import findings, moments, run_catalog, run_store
+from dashboard.components.timeline import timeline_store
+from dashboard.pages import timeline
+from tests.support.selection import others_in_accuracy
+from tracekit.report import phrases
+from tracekit.sync import alignment
+
+SAMPLES = Path(__file__).parents[3] / "sample_traces"
+FOLDERS = sorted({str(file.parent.relative_to(SAMPLES)) for file in SAMPLES.rglob("rank00000.pt.trace.json.gz")})
+
+
+@pytest.mark.parametrize("name", others_in_accuracy(FOLDERS, ["faults/slow-rank", "faults/late-launch"]))
+def test_each_finding_opens_the_moment_that_it_quotes(name):
+    (entry,) = run_catalog.Catalog((str(SAMPLES / name),)).listing().entries
+    run = run_store.open_run(entry)
+    by_key = findings.by_key(run.report.findings)
+    quoting = {key: finding for key, finding in by_key.items() if phrases.has_moment(finding)}
+    assert quoting or not [found for found in by_key.values() if found.impact]
+    for key, finding in quoting.items():
+        row = moments.quoted_row(finding)
+        window = row.get("window") or 0
+        opened = timeline_store.open_timeline(entry, window, lambda *_: None, open_run=run)
+        jump = timeline._moment(opened, {key: finding}, key)
+        place = phrases.place(finding)
+        late = next((row[column] for column in phrases.LATE_RANK_COLUMNS if row.get(column) is not None), None)
+        assert jump.ranks[0] == (row["rank"] if late is None else late), place
+        assert row.get("step") is None or f"{row['step']}" in place, place
+        at = pl.DataFrame([{"window": window, "rank": row["rank"], "start_ns": row["start_ns"]}])
+        begin_ns = alignment.on_run_clock(at, opened.scene.offsets, ("start_ns",))["start_ns"][0]
+        origin_ns = opened.scene.span[0]
+        assert jump.start_ns <= begin_ns - origin_ns, place
+        assert begin_ns + row["dur_ns"] - origin_ns <= jump.end_ns or jump.end_ns == opened.scene.span[1] - origin_ns
+        assert jump.end_ns - jump.start_ns <= 4 * row["dur_ns"] + 4_001, place
+        if jump.track is not None:
+            track = opened.scene.tracks.filter(track=jump.track).row(0, named=True)
+            assert track["rank"] == row["rank"], place
+            has_host = opened.scene.tracks.filter(rank=row["rank"], role="host").height
+            assert track["role"] == "host" or not (findings.is_of_host(finding) and has_host), place
+        else:
+            assert jump.ranks[1:], place
