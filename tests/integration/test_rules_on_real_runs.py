@@ -149,7 +149,7 @@ def test_ranks_that_wait_for_two_with_late_hosts_are_no_exposed_communication():
     assert exposed / duration > 0.75
     assert found.impact < 0.1
     (uneven,) = judge(others("megatron_tp8_a100_8ranks"), UnevenRanks()).values()
-    assert re.search(r"most for rank 0 \(5\d\.\d%\), rank 6 \(4\d\.\d%\)", uneven.message)
+    assert re.search(r"rank 0 \(5\d\.\d% of the waiting\), rank 6 \(4\d\.\d%\)", uneven.claim)
 
 
 def test_what_device_mallocs_stall_is_idle_time_of_the_device():
