@@ -71,7 +71,7 @@ SETTINGS = {
 }
 """Settings of pages whose top would not show enough."""
 VIEWS = (
-    Shot("diagnosis", "demo-yafsdp&savings=True&without=checkpoint", 1250, "Savings of all", view="savings"),
+    Shot("diagnosis", "demo-yafsdp&savings=True&without=checkpoint", 1250, "Without one cause", view="savings"),
     Shot("diagnosis", "demo-yafsdp&trust=True", 1150, view="trust"),
     Shot("timeline", f"{SIMULATED}&path=True", 1250, "Path, first", view="path"),
     Shot("ranks", "demo-yafsdp&tab=exposed communication", 1250, view="communication"),
