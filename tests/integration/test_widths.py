@@ -143,8 +143,9 @@ def test_no_word_of_the_help_is_cut(name: str) -> None:
 
 
 def test_every_command_is_printed_at_all_widths() -> None:
-    # A recorder prints what the training prints; a merge moves its files; the dashboard prints its address.
-    left_out = {"record", "merge", "dashboard"}
+    # A recorder prints what the training prints; a merge moves its files; the dashboard prints its address; mcp answers
+    # programs.
+    left_out = {"record", "merge", "dashboard", "mcp"}
     assert {str(arguments[0]) for arguments in COMMANDS.values()} == set(application.COMMANDS) - left_out
 
 
