@@ -258,7 +258,7 @@ def split_link(link: str) -> tuple[str, str]:
     """Return the page's address and the query of a link, or of its end.
 
     >>> split_link("http://localhost:8501/kernels?run=a&by=name"), split_link("ranks"), split_link("localhost:8501/")
-    (('kernels', 'run=a&by=name'), ('ranks', ''), ('overview', ''))
+    (('kernels', 'run=a&by=name'), ('ranks', ''), ('diagnosis', ''))
     """
     parts = urlsplit(link)
     return parts.path.rpartition("/")[2] or _DEFAULT_PAGE, parts.query
