@@ -5,6 +5,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import streamlit as st
 from streamlit.testing.v1 import AppTest
 
 from dashboard import opening as page_opening
@@ -124,6 +125,7 @@ def test_a_page_shows_no_progress_once_the_run_is_open(monkeypatch, tmp_path):
     monkeypatch.setenv("TRACEKIT_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(page_opening, "_SOON_S", 0)
     monkeypatch.setattr(page_opening, "_POLL_S", 0.01)
+    st.cache_resource.clear()  # an earlier test of this process may have opened the run
 
     def script(path):
         import streamlit as st
