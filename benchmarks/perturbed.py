@@ -133,7 +133,7 @@ _STRONGEST = 64.0
 """A change that costs less than its share of the step even so strong stays as strong."""
 _BISECTIONS = 10
 _NEAR_SHARE = 0.1
-"""How far the cost may be from the share that is asked for."""
+"""Largest distance of the cost from the requested share."""
 
 
 def _apply_by_cost(job: Job, kind: Kind, share: float, key: str) -> int | None:

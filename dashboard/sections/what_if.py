@@ -49,8 +49,8 @@ def tick(cause: str, key: str) -> None:
 
 
 def _remove(cause: str, state: str) -> None:
-    others = [name for name in st.session_state[WITHOUT] if name != cause]
-    st.session_state[WITHOUT] = [*others, cause] if st.session_state[state] else others
+    other_causes = [name for name in st.session_state[WITHOUT] if name != cause]
+    st.session_state[WITHOUT] = [*other_causes, cause] if st.session_state[state] else other_causes
 
 
 def show(run: OpenRun) -> None:

@@ -151,8 +151,14 @@ def test_only_runs_below_the_roots_are_read(tmp_path: Path) -> None:
     outside = tmp_path / "runs" / "files"
     outside.mkdir()
     (outside / "rank0.pt.trace.json").symlink_to(next((SAMPLES / "ci" / "green").glob("*.json*")))
+    secret = tmp_path / "secret.json"
+    secret.write_text('{"strategy": "a secret"}')
+    (outside / "run.json").symlink_to(secret)
     roots = Roots([tmp_path / "runs"])
     assert list(roots.runs()) == ["runs/files"]
+    (listed,) = Answers(roots).list_runs()["runs"]
+    assert listed["has"] == []
+    assert "secret" not in str(listed.get("strategy"))
     with pytest.raises(InputError, match="links out"):
         roots.path("runs/files")
     with pytest.raises(InputError, match="no such file"):

@@ -81,8 +81,12 @@ class Answers:
 
     def list_runs(self) -> Answer:
         """List the runs: model, strategy, ranks, and the costliest finding of each run that was checked before."""
-        rows = []
+        rows: list[Answer] = []
         for name, path in self._roots.runs().items():
+            linked = self._roots.link_outside(path)
+            if linked:
+                rows.append({"run": name, "has": [], "problem": f"not read: {quote(linked)} links out of the roots"})
+                continue
             stated, checked = roots.manifest(path), report_cache.summary(str(path))
             row: Answer = {
                 "run": name,

@@ -45,11 +45,16 @@ class Roots:
         runs = self.runs()
         if name not in runs:
             raise InputError(f"{name}: no run has this name{did_you_mean(name, runs)}; list_runs gives the names")
-        states = report_cache.run_states(str(runs[name]))
-        for file in states.files if states else ():
-            if file.links_to is not None and not self._contains(Path(file.links_to)):
-                raise InputError(f"{name}: {file.path} links out of the folders of this server, so it is not read")
+        linked = self.link_outside(runs[name])
+        if linked:
+            raise InputError(f"{name}: {linked} links out of the folders of this server, so it is not read")
         return str(runs[name])
+
+    def link_outside(self, path: Path) -> str:
+        """The first file of a run that links out of all roots; "" without one."""
+        states = report_cache.run_states(str(path))
+        links = ((file.path, file.links_to) for file in (states.files if states else ()) if file.links_to is not None)
+        return next((file for file, target in links if not self._contains(Path(target))), "")
 
     def _runs_below(self, folder: Path, depth: int) -> Iterator[Path]:
         if not self._contains(folder):
