@@ -104,6 +104,8 @@ class Answers:
                     "step_time_ns": checked.step_time_ns,
                 }
             rows.append(row)
+        if not rows:
+            return {"runs": [], "next": "nothing is there: start tracekit mcp on runs or on folders of runs"}
         return {"runs": rows, "next": "check(run) judges traces, memory(run) snapshots of memory, hang(run) hang dumps"}
 
     def check(self, run: RunName) -> Answer:
