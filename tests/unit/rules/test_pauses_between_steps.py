@@ -5,6 +5,9 @@ import pytest
 from tests.support import kineto_files
 from tracekit.ingest.loader import load
 from tracekit.replay.graph import savings
+from tracekit.replay.graph.causes.host import LATE_LAUNCH
+from tracekit.replay.graph.causes.stalls import SINGLE_STALL, Removal
+from tracekit.replay.graph.nodes import HostSpan
 from tracekit.rules.engine import check
 from tracekit.rules.host import LateLaunch
 from tracekit.rules.rule import Severity
@@ -44,6 +47,19 @@ def test_a_long_pause_before_most_steps_is_found(tmp_path):
     (found,) = check(run, [LateLaunch()]).findings
     assert found.severity is Severity.WARNING
     assert savings.saving(run, "late-launch").saved_ns == pytest.approx(4 * 20_000_000 / 5, rel=0.01)
+
+
+def test_a_longer_pause_of_one_step_leaves_that_of_every_step_to_be_priced(tmp_path):
+    pauses_ms = [3, 3, 3, 40, 3, 3, 3, 3]
+    run = recorded(tmp_path, pauses_ms)
+    begin_ms = sum(pauses_ms[:3]) + 3 * 2 * (OP_US + 10) / 1000
+    trace = next(iter(run.traces()))
+    begin_ns = trace.ops["start_ns"].min() + round(begin_ms * 1e6)
+    stall = HostSpan(window=0, rank=0, start_ns=begin_ns, end_ns=begin_ns + 40_000_000)
+    without_pauses = savings.saving_of(run, [Removal(LATE_LAUNCH, stalls=(stall,))])
+    assert without_pauses.saved_ns == pytest.approx(3_000_000, rel=0.02)
+    without_stall = savings.saving_of(run, [Removal(SINGLE_STALL, stalls=(stall,))])
+    assert without_stall.saved_ns == pytest.approx(37_000_000 / 8, rel=0.02)
 
 
 @pytest.mark.parametrize("pauses", [[20, 20, 0, 0, 0], [0, 0, 0, 0, 20], [20, 20]])

@@ -63,9 +63,8 @@ def without_stalls(graph: Graph) -> Graph:
 
     What a pause takes at the same place of other steps remains.
     """
-    in_stall, stalled_ns = _stalled_time(graph, graph.stalls)
-    beyond_ns = np.maximum(stalled_ns - _usual_ns(graph, stalled_ns > 0), 0)
-    return without_waits(with_shorter_gaps(graph, beyond_ns), in_stall)
+    in_stall, excess_ns = _stalled_time(graph, graph.stalls)
+    return without_waits(with_shorter_gaps(graph, excess_ns), in_stall)
 
 
 def without_excess(graph: Graph) -> Graph:
@@ -157,14 +156,14 @@ def _on_ranks(graph: Graph, ranks: tuple[int, ...], transform: Transform) -> Gra
 
 def _outside_stalls(graph: Graph, stalls: tuple[HostSpan, ...], transform: Transform) -> Graph:
     """Return the graph after a transform that leaves the host time in some stalls as it is."""
-    in_stall, stalled_ns = _stalled_time(graph, stalls)
-    unstalled = pl.lit(pl.Series(1 - stalled_ns / np.maximum(gap_ns(graph), 1)))
+    in_stall, excess_ns = _stalled_time(graph, stalls)
+    unstalled = pl.lit(pl.Series(1 - excess_ns / np.maximum(gap_ns(graph), 1)))
     hidden = graph.frame.with_columns(_host_state_of(graph, ~in_stall), (_gaps() * unstalled).cast(pl.Int64))
     changed = transform(replace(graph, frame=hidden))
     own_ns, chain_ns = changed.own_ns.copy(), changed.chain_ns.copy()
     nodes = np.flatnonzero(in_stall)
     own_ns[nodes] = graph.own_ns[nodes]
-    chain_ns[: graph.count] = np.maximum(chain_ns[: graph.count], np.minimum(stalled_ns, graph.chain_ns[: graph.count]))
+    chain_ns[: graph.count] = np.maximum(chain_ns[: graph.count], np.minimum(excess_ns, graph.chain_ns[: graph.count]))
     return replace(changed, own_ns=own_ns, chain_ns=chain_ns, frame=graph.frame)
 
 
@@ -172,7 +171,7 @@ def _stalled_time(graph: Graph, stalls: Iterable[HostSpan]) -> tuple[Flags, Ints
     """Mark host calls that are at least half in stalls; and the stalled part of the time before each node.
 
     The device becomes idle only when a pause has lasted for a while: all of it is a stall if half of it is, or if it
-    covers half of the stall.
+    covers half of the stall. What most other steps pause there is no part of a stall.
     """
     in_stall, stalled_ns = np.zeros(graph.count, bool), np.zeros(graph.count, np.int64)
     window_stalls = [stall for stall in stalls if stall.window == graph.window]
@@ -190,17 +189,19 @@ def _stalled_time(graph: Graph, stalls: Iterable[HostSpan]) -> tuple[Flags, Ints
         before_ns = np.minimum(begin, stall.end_ns) - np.maximum(begin - pause_ns, stall.start_ns)
         is_pause = 2 * before_ns >= np.minimum(pause_ns, stall.end_ns - stall.start_ns)
         stalled_ns[calls] += np.where(before_ns > 0, np.where(is_pause, pause_ns, before_ns), 0)
-    return in_stall, np.minimum(stalled_ns, pauses_ns)
+    stalled_ns = np.minimum(stalled_ns, pauses_ns)
+    return in_stall, np.maximum(stalled_ns - _usual_ns(graph, stalled_ns > 0), 0)
 
 
 def _usual_ns(graph: Graph, which: Flags) -> Ints:
     """Return the host time before some launches that most other steps of the rank have there; 0 for other nodes.
 
-    The same place is the same kernel with the same number in its step.
+    The same place is the same kernel, on a CPU run the same op, with the same number in its step.
     """
     place = ["rank", "name", "nth"]
-    launch = graph.launch[: graph.count]
-    launched = graph.frame.select("rank", "step", "name", call=pl.Series(launch)).filter(pl.col("call") >= 0)
+    is_host = graph.column("what") == HOST
+    call = graph.launch[: graph.count] if graph.on_device else np.where(is_host, np.arange(graph.count), -1)
+    launched = graph.frame.select("rank", "step", "name", call=pl.Series(call)).filter(pl.col("call") >= 0)
     calls = launched.sort("call").unique("call", keep="first", maintain_order=True)
     pause_ns = gap_ns(graph)[calls["call"].to_numpy()]
     at_place = calls.with_columns(
