@@ -5,6 +5,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import polars as pl
+
+from tracekit.model.fact import trace_fact
+from tracekit.model.manifest import Manifest
+from tracekit.model.run import Run
+from tracekit.model.trace import Trace
+
+VERSION_COLUMNS = {"name": pl.String, "value": pl.String}
 _VERSION = re.compile(r"(^|_)version$")
 _DISTRIBUTED = ("nccl_version", "backend", "world_size")
 DEVICE = "device"
@@ -25,6 +33,24 @@ def environment(header: Mapping[str, Any]) -> dict[str, str]:
     if devices := device_names(header):
         facts[DEVICE] = devices
     return {name: value if isinstance(value, str) else json.dumps(value) for name, value in sorted(facts.items())}
+
+
+@trace_fact
+def versions(trace: Trace) -> pl.DataFrame:
+    """Return the versions of software and device in the trace's header: each must be the same on all ranks.
+
+    Columns name, value; one row per fact, such as cuda_driver_version, nccl_version, device.
+    """
+    rows = list(environment(trace.header).items())
+    return pl.DataFrame(rows, schema=VERSION_COLUMNS, orient="row")
+
+
+def stated_rank_count(run: Run) -> int | None:
+    """Number of ranks of a job by its manifest, else by the headers of its traces; None where neither states it."""
+    if stated := Manifest.of(run.manifest).world_size:
+        return stated
+    sizes = run.table(versions).filter(pl.col("name") == "world_size")["value"].to_list()
+    return max((int(size) for size in sizes if size.isdigit()), default=None)
 
 
 def device_names(header: Mapping[str, Any]) -> str | None:

@@ -11,10 +11,9 @@ import polars as pl
 
 from tracekit.analysis.compute import flops, step_charges
 from tracekit.analysis.host.step_parts import fastest_calls
-from tracekit.analysis.quality import trace_quality
 from tracekit.errors import InputError, NotComparableError
 from tracekit.model import schema
-from tracekit.model.environment import DEVICE
+from tracekit.model.environment import DEVICE, versions
 from tracekit.model.manifest import Manifest
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
@@ -23,7 +22,7 @@ from tracekit.regression.samples import run_samples, samples
 from tracekit.rules.rule import Finding, Report, Severity
 
 WORK_FACTS: tuple[TraceFact, ...] = (flops.products, flops.operator_calls)
-COMPARED_FACTS: tuple[TraceFact, ...] = (trace_quality.versions, *WORK_FACTS)
+COMPARED_FACTS: tuple[TraceFact, ...] = (versions, *WORK_FACTS)
 WORK_COLUMNS = {"kind": pl.String, "name": pl.String, "shapes": pl.String, "share": pl.Float64}
 FLOPS, CALLS = "flops", "calls"
 _KINDS = (
@@ -239,7 +238,7 @@ def environment(run: Run) -> dict[str, str]:
 
     The device comes first.
     """
-    counts = run.table(trace_quality.versions).group_by("name", "value").len()
+    counts = run.table(versions).group_by("name", "value").len()
     common = counts.sort("len", "value", descending=[True, False]).unique("name", keep="first", maintain_order=True)
     values: dict[str, str] = dict(common.select("name", "value").iter_rows())
     return {name: values[name] for name in sorted(values, key=lambda name: (name not in _LABELS, name))}

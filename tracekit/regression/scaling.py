@@ -17,11 +17,9 @@ import polars as pl
 from tracekit import conventions
 from tracekit.analysis.parallelism import pipeline_communication, rank_places, time_by_part
 from tracekit.analysis.parallelism.time_by_part import COMMUNICATION, PARTS, WAIT
-from tracekit.analysis.quality import trace_quality
 from tracekit.errors import NotComparableError
-from tracekit.model import schema
+from tracekit.model import environment, schema
 from tracekit.model.fact import trace_fact
-from tracekit.model.manifest import Manifest
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace, TraceFact
 from tracekit.regression import baseline, metric_sources, significance, step_weights
@@ -58,7 +56,7 @@ def step_tokens(trace: Trace) -> pl.DataFrame:
     return by_step.with_columns(pl.col(*names.values()) * pl.col("time_s")).pipe(schema.select, _TOKEN_COLUMNS)
 
 
-SIZE_FACTS: tuple[TraceFact, ...] = (step_tokens, trace_quality.versions, *rank_places.FACTS)
+SIZE_FACTS: tuple[TraceFact, ...] = (step_tokens, environment.versions, *rank_places.FACTS)
 """The facts that `RunSize` reads."""
 FACTS: tuple[TraceFact, ...] = (*SIZE_FACTS, *time_by_part.FACTS, metric_sources.flop_samples)
 """The facts that `ScalingSide` reads."""
@@ -79,7 +77,7 @@ class RunSize:
         """Return the size of a run; of nodes and tokens what is known."""
         gpus = _world_size(run)
         tokens = _logged_tokens(run, gpus)
-        is_stated = _stated_world_size(run) is not None
+        is_stated = environment.stated_rank_count(run) is not None
         median = None if tokens.is_empty() else float(np.median(tokens["work"]))
         return cls(gpus if is_stated else None, _nodes(run, gpus), median)
 
@@ -307,13 +305,7 @@ def _grown_op(reference: ScaledRun, run: ScaledRun, stretch: float, change_ns: f
 
 
 def _world_size(run: Run) -> int:
-    return _stated_world_size(run) or len(run.ranks)
-
-
-def _stated_world_size(run: Run) -> int | None:
-    """Number of ranks of a job by its manifest, else by the headers of its traces; None where neither states it."""
-    in_headers = baseline.environment(run).get("world_size", "")
-    return Manifest.of(run.manifest).world_size or (int(in_headers) if in_headers.isdigit() else None)
+    return environment.stated_rank_count(run) or len(run.ranks)
 
 
 def _nodes(run: Run, gpus: int) -> int | None:

@@ -10,7 +10,7 @@ from tracekit.analysis.host import host_phases
 from tracekit.analysis.parallelism import outlier_steps, stragglers
 from tracekit.analysis.quality import trace_quality, undecided_kernels
 from tracekit.analysis.time import breakdown
-from tracekit.model import units
+from tracekit.model import environment, units
 from tracekit.model.run import RUN_DATA_QUALITY, Run
 from tracekit.model.trace import TraceFact
 from tracekit.replay.allocator import run_snapshots
@@ -204,7 +204,7 @@ class DoubtfulTrace(Rule):
 
     code: ClassVar[str] = "DATA001"
     facts: ClassVar[tuple[TraceFact, ...]] = (
-        trace_quality.data_quality, trace_quality.versions, trace_quality.recorded_times, breakdown.by_step,
+        trace_quality.data_quality, environment.versions, trace_quality.recorded_times, breakdown.by_step,
         collective_matching.calls, undecided_kernels.undecided_kernels, *OccasionalStraggler.facts,
     )  # fmt: skip
     min_affected_ratio: float = 0.01
@@ -215,7 +215,7 @@ class DoubtfulTrace(Rule):
         issues = pl.concat([
             RUN_DATA_QUALITY.conform(run.data_quality),
             RUN_DATA_QUALITY.conform(_measured_quality(run)),
-            _mixed_versions(run.table(trace_quality.versions)),
+            _mixed_versions(run.table(environment.versions)),
             alignment.data_quality(run),
             _copied_ranks(run.table(trace_quality.recorded_times)),
             undecided_kernels.data_quality(run),

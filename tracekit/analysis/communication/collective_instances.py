@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import polars as pl
 
-from tracekit.model import schema
+from tracekit.model import environment, schema
 from tracekit.model.fact import run_fact
 from tracekit.model.run import Run
 from tracekit.sync import alignment, collective_matching
@@ -181,9 +181,10 @@ def ranks_without_peers(run: Run) -> tuple[int, ...]:
     """Return the ranks most of whose collectives lack, or may lack, the trace of a rank, in order.
 
     How long they wait in them is not known. Groups of unknown size are taken to have as many ranks as ever joined one
-    collective of that op.
+    collective of that op. Nobody is missing where the number of ranks is stated and each has a trace.
     """
-    if "missing_ranks" not in run.data_quality["kind"]:
+    is_stated = environment.stated_rank_count(run) is not None
+    if is_stated and "missing_ranks" not in run.data_quality["kind"]:
         return ()
     calls = run.table(collective_matching.matched_calls).filter(~pl.col("op").is_in(MESSAGES))
     traced = pl.when(pl.col("instance").is_null()).then(1).otherwise(pl.len().over(*_KEY))

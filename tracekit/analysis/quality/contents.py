@@ -4,7 +4,7 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.analysis.memory import snapshot_files
-from tracekit.model import schema
+from tracekit.model import environment, schema
 from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace, TraceFact
@@ -167,4 +167,9 @@ def missing(run: Run) -> pl.DataFrame:
     if lack := [rank for rank in on_device if rank not in with_snapshot]:
         consequence = "No memory map of the device; allocator settings can be replayed by inference only."
         rows.append(("memory snapshot", lack, consequence, "tracekit record --memory-snapshot, or _dump_snapshot"))
+    communicating = table.filter(pl.col("collectives") > 0)["rank"].unique().sort().to_list()
+    if communicating and environment.stated_rank_count(run) is None:
+        consequence = "Whether ranks have no trace is not known; a collective without a peer may wait for it."
+        how_to_record = "torch.distributed initialized before the profiler starts, or tracekit record"
+        rows.append(("number of ranks", communicating, consequence, how_to_record))
     return pl.DataFrame(rows, schema=MISSING_COLUMNS, orient="row")

@@ -29,7 +29,6 @@ pass, such as the lookup of embeddings, one step ahead."""
 
 _Row: TypeAlias = tuple[str, str, float]
 
-VERSION_COLUMNS = {"name": pl.String, "value": pl.String}
 TIMES_COLUMNS = {"activities": pl.Int64, "times_hash": pl.UInt64}
 _BEFORE_LAUNCH_NS = 50_000  # less changes no verdict; 17 µs occur in traces of V100s
 _LAUNCH = r"(?i)^(cuda|hip|cu)(Graph|Module|Ext|Cooperative|Coop)?Launch|^(cuda|hip)Mem(cpy|set)"
@@ -53,16 +52,6 @@ def data_quality(trace: Trace) -> pl.DataFrame:
     rows = [row for check in checks for row in check(trace)]
     measured = pl.DataFrame(rows, schema=schema.DATA_QUALITY.schema, orient="row")
     return pl.concat([trace.data_quality, measured])
-
-
-@trace_fact
-def versions(trace: Trace) -> pl.DataFrame:
-    """Return the versions of software and device in the trace's header: each must be the same on all ranks.
-
-    Columns name, value; one row per fact, such as cuda_driver_version, nccl_version, device.
-    """
-    rows = list(environment.environment(trace.header).items())
-    return pl.DataFrame(rows, schema=VERSION_COLUMNS, orient="row")
 
 
 @trace_fact
