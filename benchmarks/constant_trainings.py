@@ -273,8 +273,16 @@ def slow_disk_log(changes: Changes) -> Iterator[None]:
 
 
 def denormals(changes: Changes) -> None:
+    _add_scaled_logits(changes, 1e-41)
+
+
+def normal_numbers(changes: Changes) -> None:
+    _add_scaled_logits(changes, 1e-20)
+
+
+def _add_scaled_logits(changes: Changes, scale: float) -> None:
     def compute_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        tiny = logits * 1e-41
+        tiny = logits * scale
         for _ in range(12):
             tiny = tiny * 0.5 + tiny * 0.25
         return functional.cross_entropy(logits + tiny, target)
@@ -316,7 +324,9 @@ TROUBLES: dict[str, Trouble] = {
     )
 }  # fmt: skip
 
-TWINS: dict[str, Trouble] = {"tiny_all_reduces": one_all_reduce, "deterministic": copied_logits}
+TWINS: dict[str, Trouble] = {
+    "tiny_all_reduces": one_all_reduce, "deterministic": copied_logits, "denormals": normal_numbers,
+}  # fmt: skip
 """Healthy twins that do the same in another way. The others do nothing of what their trouble does."""
 
 

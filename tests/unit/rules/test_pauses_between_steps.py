@@ -81,12 +81,13 @@ def test_pauses_that_ops_need_between_them_are_not_counted(tmp_path):
     assert savings.saving(run, "late-launch").saved_ns == 0
 
 
-def recorded_loop(folder, pauses_us):
-    """Return a CPU run: each of five steps calls aten::mm for 5 ms, then aten::detach after each pause."""
+def recorded_loop(folder, pauses_us, names=("aten::detach",), compute_us=OP_US):
+    """Return a CPU run: each of five steps calls aten::mm, then ops of these names in turn after each pause."""
     events, at_us = [], 0.0
+    pauses = [(names[place % len(names)], pause_us, 10.0) for place, pause_us in enumerate(pauses_us)]
     for step in range(5):
         begin_us = at_us
-        for name, pause_us, op_us in [("aten::mm", 0, OP_US), *(("aten::detach", pause, 10.0) for pause in pauses_us)]:
+        for name, pause_us, op_us in [("aten::mm", 0, compute_us), *pauses]:
             at_us += pause_us
             events.append(kineto_files.slice_("cpu_op", name, at_us, op_us, tid=1))
             at_us += op_us
@@ -107,3 +108,15 @@ def test_pauses_of_a_loop_without_a_long_one_are_those_of_its_ops(tmp_path):
     run = recorded_loop(tmp_path, [190, 120, 120, 120])
     assert check(run, [LateLaunch()]).findings == ()
     assert savings.saving(run, "late-launch").saved_ns == 0
+
+
+@pytest.mark.parametrize(
+    ("pauses_us", "names", "compute_us", "count"),
+    [([230], ["aten::detach"], 5_000, 1), ([205, 60], ["aten::detach"], 7_500, 1),  # 4.4%; 3.4% in one loop
+     ([205, 210], ["aten::a", "aten::b"], 10_000, 0), ([205], ["aten::detach"], 10_000, 0)],  # 2% at each place
+)  # fmt: skip
+def test_a_pause_of_every_step_at_one_place_is_found_from_three_percent_on(
+    tmp_path, pauses_us, names, compute_us, count
+):
+    run = recorded_loop(tmp_path, pauses_us, names, compute_us)
+    assert len(check(run, [LateLaunch()]).findings) == count
