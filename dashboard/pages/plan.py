@@ -11,13 +11,14 @@ from dashboard.run_store import tables
 from dashboard.url_state import bind, bind_flag
 from tracekit.errors import TracekitError
 from tracekit.model import units
+from tracekit.model.units import long_duration
 from tracekit.plan import checkpoint, memory, models, pipeline
 from tracekit.plan.checkpoint import CheckpointPlan, Layout, Storage
 from tracekit.plan.models import Model
-from tracekit.report import charts
+from tracekit.report import charts, checkpoint_plan
 from tracekit.report.headlines import Headline
 
-MINUTE_S, HOUR_S = 60, 3600
+HOUR_S = 3600
 INTERVALS_S = (60, 120, 300, 600, 900, 1800, HOUR_S, 2 * HOUR_S, 4 * HOUR_S, 8 * HOUR_S, 24 * HOUR_S)
 FAILURES_S = tuple(hours * HOUR_S for hours in (0.5, 1, 2, 3.093, 6, 12, 24, 72, 168, 720))
 RATES = sorted((*(base * 10.0**power for power in range(8, 13) for base in (1, 2, 5)), 273e9))
@@ -37,9 +38,11 @@ def show(entry: RunEntry) -> None:
         headline = st.container()
         model, layout = _choose()
         widgets.subheader("Checkpoints")
-        plan, interval_s = _checkpoints(model, layout, entry)
+        plan, interval_s, mtbf_s = _checkpoints(model, layout, entry)
         with headline:
-            widgets.headline(_headline(plan, model, interval_s))
+            about = f"A checkpoint of {model.name} takes {units.size(plan.checkpoint_bytes)}; "
+            about += f"a save blocks training for {long_duration(plan.blocked_seconds)}"
+            widgets.headline(Headline(checkpoint_plan.advice(plan, interval_s, mtbf_s), about))
         widgets.subheader("Memory per rank")
         _memory(model, layout)
         widgets.subheader("Pipeline")
@@ -60,18 +63,8 @@ def _choose() -> tuple[Model, Layout]:
     return model, Layout(tp, pp, dp, zero)
 
 
-def _headline(plan: CheckpointPlan, model: Model, interval_s: float) -> Headline:
-    best = plan.daly_interval_seconds
-    text = f"A checkpoint of {model.name} every {_duration(interval_s)} costs {plan.overhead_ratio:.2%} of the "
-    text += f"time: each blocks training for {_duration(plan.blocked_seconds)}"
-    lost = "" if plan.goodput_ratio is None else f"Failures and saves cost {units.share(1 - plan.goodput_ratio)} in all"
-    advice = f"an interval of {_duration(best)} loses the least time" if best else ""
-    about = "; ".join(filter(None, (lost, advice)))
-    return Headline(text, about[:1].upper() + about[1:])
-
-
-def _checkpoints(model: Model, layout: Layout, entry: RunEntry) -> tuple[CheckpointPlan, float]:
-    """Return the plan, and the interval between checkpoints in s."""
+def _checkpoints(model: Model, layout: Layout, entry: RunEntry) -> tuple[CheckpointPlan, float, float]:
+    """Return the plan, the interval between checkpoints and the mean time between failures in s."""
     inputs, results = st.columns([1, 2])
     with inputs:
         measured = _measured_rates(entry)
@@ -79,8 +72,10 @@ def _checkpoints(model: Model, layout: Layout, entry: RunEntry) -> tuple[Checkpo
         read = _slider("Storage reads", RATES, 1e12, units.rate, key="plan-read")
         with_buffer = st.toggle("Burst buffer before storage", key=bind_flag("plan-buffered"))
         burst = _slider("Burst buffer writes", RATES, 2e12, units.rate, key="plan-burst") if with_buffer else None
-        interval_s = _slider("Checkpoint interval", INTERVALS_S, HOUR_S, _duration, key="plan-interval")
-        failures_s = _slider("Mean time between failures", FAILURES_S, 3.093 * HOUR_S, _duration, key="plan-failures")
+        interval_s = _slider("Checkpoint interval", INTERVALS_S, HOUR_S, long_duration, key="plan-interval")
+        failures_s = _slider(
+            "Mean time between failures", FAILURES_S, 3.093 * HOUR_S, long_duration, key="plan-failures"
+        )
     plan = checkpoint.checkpoint(
         model.parameters,
         layout,
@@ -92,15 +87,12 @@ def _checkpoints(model: Model, layout: Layout, entry: RunEntry) -> tuple[Checkpo
     with results:
         _numbers(plan)
         saving = [plan.blocked_seconds / interval for interval in CURVE_S]
-        repeated = [interval / (2 * failures_s) for interval in CURVE_S]
-        lost = {
-            charts.SAVING: saving,
-            charts.REPEATED: repeated,
-            charts.LOST: [sum(pair) for pair in zip(saving, repeated, strict=True)],
-        }
-        marks = {"chosen": interval_s, "best (Daly)": plan.daly_interval_seconds or interval_s}
+        total = [1 - checkpoint.goodput_ratio(plan.blocked_seconds, at_s, failures_s) for at_s in CURVE_S]
+        repeated = [lost - saved for lost, saved in zip(total, saving, strict=True)]
+        lost = {charts.SAVING: saving, charts.REPEATED: repeated, charts.LOST: total}
+        marks = {"chosen": interval_s, "best": plan.best_interval_seconds or interval_s}
         widgets.chart(charts.lost_time(CURVE_S, lost, marks=marks), key="plan-lost")
-    return plan, interval_s
+    return plan, interval_s, failures_s
 
 
 def _measured_rates(entry: RunEntry) -> tuple[float, float | None] | None:
@@ -125,10 +117,10 @@ def _measured_rates(entry: RunEntry) -> tuple[float, float | None] | None:
 
 
 def _numbers(plan: CheckpointPlan) -> None:
-    restore = "" if plan.restore_seconds is None else _duration(plan.restore_seconds)
+    restore = "" if plan.restore_seconds is None else long_duration(plan.restore_seconds)
     numbers = {
         "Size": units.size(plan.checkpoint_bytes),
-        "Training blocked": _duration(plan.blocked_seconds),
+        "Training blocked": long_duration(plan.blocked_seconds),
         "Overhead": f"{plan.overhead_ratio:.2%}",
         "Write rate per GPU": units.rate(plan.write_bytes_per_second_per_gpu),
         "Write rate per node": units.rate(plan.write_bytes_per_second_per_node),
@@ -141,10 +133,10 @@ def _numbers(plan: CheckpointPlan) -> None:
     drained = ""
     if plan.drain_seconds is not None:
         fits = "before the next save" if plan.drain_fits_interval else "NOT before the next save begins"
-        drained = f" The burst buffer drains in {_duration(plan.drain_seconds)}, {fits}."
+        drained = f" The burst buffer drains in {long_duration(plan.drain_seconds)}, {fits}."
     widgets.caption(
         f"{plan.writers:,} GPUs write; a restore reads {plan.restore_amplification:.3g} times the checkpoint size. "
-        f"Overhead is at most 5% with an interval of {_duration(plan.guided_interval_seconds)} or more.{drained}"
+        f"Overhead is at most 5% with an interval of {long_duration(plan.guided_interval_seconds)} or more.{drained}"
     )
 
 
@@ -196,19 +188,6 @@ def _slider(
     label: str, values: Sequence[float], value: float, text: Callable[[float], str], *, key: str, disabled: bool = False
 ) -> float:
     return float(st.select_slider(label, values, format_func=text, key=bind(key, values, value), disabled=disabled))
-
-
-def _duration(seconds: float) -> str:
-    """Return a time in a readable unit.
-
-    >>> _duration(50.55), _duration(900), _duration(11134.8)
-    ('50.5 s', '15 min', '3.09 h')
-    """
-    if seconds < 2 * MINUTE_S:
-        return units.duration(seconds * 1e9)
-    if seconds < HOUR_S:
-        return f"{seconds / MINUTE_S:.3g} min"
-    return f"{seconds / HOUR_S:.3g} h" if seconds < 48 * HOUR_S else f"{seconds / HOUR_S / 24:.3g} days"
 
 
 PAGE = Page.described_by(__doc__, "plan", show, Needs.ENTRY, TOOLS)

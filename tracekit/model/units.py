@@ -12,6 +12,19 @@ def duration(ns: float) -> str:
     return _scaled_text(ns, ((1e9, "s"), (1e6, "ms"), (1e3, "µs")), "ns")
 
 
+def long_duration(seconds: float) -> str:
+    """Return a time in seconds in the unit in which people plan: up to days.
+
+    >>> long_duration(50.55), long_duration(900), long_duration(11134.8)
+    ('50.5 s', '15 min', '3.09 h')
+    """
+    if seconds < 120:
+        return duration(seconds * 1e9)
+    if seconds < 3600:
+        return f"{seconds / 60:.3g} min"
+    return f"{seconds / 3600:.3g} h" if seconds < 48 * 3600 else f"{seconds / 86400:.3g} days"
+
+
 def size(n: float) -> str:
     """Return a number of bytes with its best binary unit and three digits.
 

@@ -2,12 +2,14 @@
 
 Sizes and layouts follow Megatron-LM (arXiv 2104.04473, section 5.10: a trillion parameters on 384 nodes take 13.8 TB,
 written at 273 GB/s and read at 1 TB/s); sizes of other models MLPerf Storage v2.0; intervals Young (1974,
-Communications of the ACM 17) and Daly (2006, Future Generation Computer Systems 22). What a checkpoint takes depends on
-the model alone, not on data, GPUs or frequency; and only the writers need bandwidth, not every GPU.
+Communications of the ACM 17) and Daly (2006, Future Generation Computer Systems 22). Failures are exponential: they
+come at a constant rate, also while training restores or repeats work. What a checkpoint takes depends on the model
+alone, not on data, GPUs or frequency; and only the writers need bandwidth, not every GPU.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from tracekit.errors import ConfigError
 
@@ -16,6 +18,10 @@ ADAM_BYTES_PER_PARAM = 14.0
 WEIGHT_BYTES_PER_PARAM = 2.0
 GUIDANCE_RATIO = 0.05
 """The share of time that saving should not be above."""
+SCALES = (0.25, 0.5, 1, 2, 4)
+"""Numbers of nodes relative to the planned one for which goodput is stated."""
+_MOST_EXPONENT = 700.0
+"""Beyond, exp is no double: an interval of so many times between failures is never completed."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,9 @@ class CheckpointPlan:
 
     `write_seconds` is until storage has it, `blocked_seconds` how long training is blocked; these differ where there
     is a burst buffer. `writer_skew_ratio`: what the writer with most writes, relative to the others.
+    `best_interval_seconds` is from the start of a save to that of the next and trains most: `best_goodput_ratio` of the
+    time, less what `restore_seconds` costs where it is known. Young's and Daly's are approximations of the time that
+    trains between two saves.
     `guided_interval_seconds` and `guided_write_bytes_per_second` are the shortest interval, and the least bandwidth (of
     the burst buffer if there is one), with which saving takes no more than 5% of the time.
     """
@@ -77,7 +86,9 @@ class CheckpointPlan:
     restore_amplification: float
     young_interval_seconds: float | None
     daly_interval_seconds: float | None
+    best_interval_seconds: float | None
     goodput_ratio: float | None
+    best_goodput_ratio: float | None
     blocked_seconds: float
     drain_seconds: float | None
     drain_fits_interval: bool | None
@@ -114,7 +125,7 @@ def checkpoint(
     burst, read = storage.burst_write_bytes_per_second, storage.read_bytes_per_second
     blocked_s, drain_s = (size / burst, write_s) if burst else (write_s, None)
     restore_s = size * read_again / read if read else None
-    young, daly, goodput = _over_failures(blocked_s, interval_s, mtbf_s, restore_s=restore_s, drain_s=drain_s or 0)
+    failures = _over_failures(blocked_s, interval_s, mtbf_s, restore_s=restore_s, drain_s=drain_s or 0)
     return CheckpointPlan(
         checkpoint_bytes=size,
         writers=number,
@@ -126,9 +137,7 @@ def checkpoint(
         restore_bytes_per_second=read_again * bandwidth,
         restore_seconds=restore_s,
         restore_amplification=read_again,
-        young_interval_seconds=young,
-        daly_interval_seconds=daly,
-        goodput_ratio=goodput,
+        **failures,
         blocked_seconds=blocked_s,
         drain_seconds=drain_s,
         drain_fits_interval=None if drain_s is None else drain_s <= interval_s - blocked_s,
@@ -140,13 +149,61 @@ def checkpoint(
 
 def _over_failures(
     blocked_s: float, interval_s: float, mtbf_s: float | None, *, restore_s: float | None, drain_s: float
-) -> tuple[float | None, float | None, float | None]:
-    """Return the best interval by Young and by Daly, and the goodput; None where an input is unknown."""
+) -> dict[str, float | None]:
+    """Best intervals and goodput by the names of `CheckpointPlan`; None where an input is unknown."""
     if mtbf_s is None:
-        return None, None, None
+        names = "young_interval_seconds daly_interval_seconds best_interval_seconds goodput_ratio best_goodput_ratio"
+        return dict.fromkeys(names.split())
     check_positive("mean time between failures", mtbf_s)
-    goodput = None if restore_s is None else goodput_ratio(blocked_s, interval_s, mtbf_s, restore_s + drain_s)
-    return young_s(blocked_s, mtbf_s), daly_s(blocked_s, mtbf_s), goodput
+    best_s = best_interval_s(blocked_s, mtbf_s)
+    goodputs = [
+        None if restore_s is None else goodput_ratio(blocked_s, at_s, mtbf_s, restore_s=restore_s, drain_s=drain_s)
+        for at_s in (interval_s, best_s)
+    ]
+    return {
+        "young_interval_seconds": young_s(blocked_s, mtbf_s),
+        "daly_interval_seconds": daly_s(blocked_s, mtbf_s),
+        "best_interval_seconds": best_s,
+        "goodput_ratio": goodputs[0],
+        "best_goodput_ratio": goodputs[1],
+    }
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A plan with another number of data-parallel ranks: nodes, their mean time between failures in s, and the plan."""
+
+    nodes: int
+    mtbf_seconds: float
+    plan: CheckpointPlan
+
+
+def over_nodes(
+    params: float,
+    layout: Layout,
+    storage: Storage,
+    *,
+    interval_s: float,
+    mtbf_s: float,
+    bytes_per_param: float = ADAM_BYTES_PER_PARAM,
+) -> Iterator[Scale]:
+    """Yield the plan of SCALES times as many data-parallel ranks, where these are a whole number: nodes fail alone."""
+    for scale in SCALES:
+        dp = layout.dp * scale
+        if dp < 1 or dp != int(dp):
+            continue
+        scaled = replace(layout, dp=int(dp))
+        nodes = node_count(scaled)
+        scaled_mtbf_s = mtbf_s * node_count(layout) / nodes
+        result = checkpoint(
+            params, scaled, storage, interval_s=interval_s, mtbf_s=scaled_mtbf_s, bytes_per_param=bytes_per_param
+        )
+        yield Scale(nodes, scaled_mtbf_s, result)
+
+
+def node_count(layout: Layout) -> int:
+    """Number of nodes of a layout."""
+    return math.ceil(layout.tp * layout.pp * layout.dp / layout.gpus_per_node)
 
 
 def writers(layout: Layout) -> int:
@@ -191,14 +248,39 @@ def daly_s(write_s: float, mtbf_s: float) -> float:
     return young_s(write_s, mtbf_s) * (1 + math.sqrt(x) / 3 + x / 9) - write_s
 
 
-def waste_ratio(write_s: float, interval_s: float, mtbf_s: float) -> float:
-    """Return the share of time lost to saving and to repeating work, to first order: δ/W + W/2M."""
-    return write_s / interval_s + interval_s / (2 * mtbf_s)
+def best_interval_s(blocked_s: float, mtbf_s: float) -> float:
+    """Interval that trains most under exponential failures, in s, from the start of a save to that of the next.
+
+    The goodput's derivative is 0 where 1 − exp(−x) = x − δ/M, with x the interval over M: one root, between δ/M and
+    δ/M + 1.
+
+    >>> round(best_interval_s(50.55, 3.093 * 3600), 1)
+    1078.1
+    """
+    low, high = blocked_s / mtbf_s, blocked_s / mtbf_s + 1
+    for _ in range(60):  # to the last bit of a double
+        middle = (low + high) / 2
+        low, high = (low, middle) if middle - blocked_s / mtbf_s > -math.expm1(-middle) else (middle, high)
+    return mtbf_s * high
 
 
-def goodput_ratio(write_s: float, interval_s: float, mtbf_s: float, restore_s: float) -> float:
-    """Return the share of time that trains, to first order: 1 − waste − R/M, and never below 0."""
-    return max(0.0, 1 - waste_ratio(write_s, interval_s, mtbf_s) - restore_s / mtbf_s)
+def goodput_ratio(
+    blocked_s: float, interval_s: float, mtbf_s: float, *, restore_s: float = 0, drain_s: float = 0
+) -> float:
+    """Share of the time that trains, exact for exponential failures: 0 where a save takes the interval.
+
+    An interval that a failure repeats from its start takes M exp(R/M) (exp(W/M) − 1) on average, restoring R after each
+    failure, also after those that occur meanwhile (Daly 2006, equation 20). A save protects `drain_s` after its end:
+    until then a failure repeats the interval before, too, which costs as much as a restore that is longer by that.
+
+    >>> round(goodput_ratio(0, 4, 3.093), 3)  # saves without cost, once in 4 h with a failure every 3.093 h
+    0.489
+    """
+    exponent = (interval_s + restore_s + drain_s) / mtbf_s
+    if exponent > _MOST_EXPONENT:
+        return 0.0
+    taken_s = mtbf_s * math.exp((restore_s + drain_s) / mtbf_s) * math.expm1(interval_s / mtbf_s)
+    return max(0.0, interval_s - blocked_s) / taken_s
 
 
 def check_positive(name: str, value: float) -> None:

@@ -74,8 +74,8 @@ class SuboptimalInterval(Rule):
 
     Why it costs: saving too often costs the saves; saving too rarely costs the work lost in a failure.
 
-    How it is measured: Young's first-order optimum √(2 δ M) in Daly's higher-order form, with δ the time for which all
-    saves after one step block training, at the median; the waste is δ/W + W/2M.
+    How it is measured: the interval with the largest share of time that trains under exponential failures, without the
+    time to restore, where all saves after one step block training for their median.
 
     How to fix: save at the interval in the finding.
 
@@ -96,18 +96,18 @@ class SuboptimalInterval(Rule):
             return
         row = median_row(all_saves, "blocked_ns", "start_ns")
         blocked_s, interval_s = row["blocked_ns"] / 1e9, row["interval_ns"] / 1e9
-        best_s = plan.daly_s(blocked_s, self.mtbf_s)
+        best_s = plan.best_interval_s(blocked_s, self.mtbf_s)
         if interval_s <= 0 or 1 / self.max_interval_ratio <= interval_s / best_s <= self.max_interval_ratio:
             return
-        waste, best_waste = (plan.waste_ratio(blocked_s, at_s, self.mtbf_s) for at_s in (interval_s, best_s))
+        waste, best_waste = (1 - plan.goodput_ratio(blocked_s, at_s, self.mtbf_s) for at_s in (interval_s, best_s))
         often = "frequent" if interval_s < best_s else "rare"
         yield Finding(
             self.code,
             Severity.WARNING,
-            f"Checkpoints are too {often}: one every {units.duration(row['interval_ns'])} loses {units.share(waste)} "
-            f"of the time, and one every {units.duration(best_s * 1e9)} would lose {units.share(best_waste)} (with "
-            f"{units.duration(row['blocked_ns'])} per save and a failure every {units.duration(self.mtbf_s * 1e9)}).",
-            f"Save every {units.duration(best_s * 1e9)}. Shorter saves shorten the optimal interval.",
+            f"Checkpoints are too {often}: one every {units.long_duration(interval_s)} loses {units.share(waste)} "
+            f"of the time, and one every {units.long_duration(best_s)} would lose {units.share(best_waste)} (with "
+            f"{units.duration(row['blocked_ns'])} per save and a failure every {units.long_duration(self.mtbf_s)}).",
+            f"Save every {units.long_duration(best_s)}. Shorter saves shorten the optimal interval.",
             impact=min(1.0, max(0.0, waste - best_waste)),
             is_of_training=True,
             cost_ns=round(max(0.0, waste - best_waste) * row["interval_ns"] / (row["interval_steps"] or 1)),

@@ -1,12 +1,15 @@
 """Sizes and times of published cases, and invalid options."""
 
 import json
+import random
 
 import pytest
 
 from tests.support.cli_runner import ROOT, tracekit
 from tracekit.errors import ConfigError
+from tracekit.model import units
 from tracekit.plan import checkpoint as plan
+from tracekit.report import checkpoint_plan
 
 HOUR_S = 3600.0
 RECORDED = ROOT / "sample_traces" / "demo-fsdp2"
@@ -14,7 +17,8 @@ MOVED = ("write", "fsync")
 PARAMS = 1.008e12
 MEGATRON = plan.Layout(tp=8, pp=64, dp=6)
 ARTICLE = ("plan", "checkpoint", "--params", 1e12, "--bytes-per-param", 13.8, "--tp", 8, "--pp", 64, "--dp", 6)
-STORAGE = ("--write-bandwidth", 273e9, "--read-bandwidth", 1e12, "--interval", "4h", "--mtbf", "3.093h")
+RATES = ("--write-bandwidth", 273e9, "--read-bandwidth", 1e12, "--interval", "4h")
+STORAGE = (*RATES, "--mtbf", "3.093h")
 
 
 def test_published_case_of_a_trillion_parameters() -> None:
@@ -98,9 +102,71 @@ def test_the_error_names_the_option_that_is_missing() -> None:
     assert (done.returncode, "no save is recorded there" in done.stderr) == (2, True)
 
 
-def test_waste_at_the_best_interval() -> None:
-    mtbf_s = 3.093 * HOUR_S
-    assert plan.waste_ratio(50.55, plan.young_s(50.55, mtbf_s), mtbf_s) == pytest.approx(0.0953, abs=5e-5)
+@pytest.mark.parametrize("inputs", [
+    {"blocked_s": 50.0, "interval_s": 14_400.0, "mtbf_s": 11_000.0, "restore_s": 300.0, "drain_s": 0.0},
+    {"blocked_s": 5.0, "interval_s": 900.0, "mtbf_s": 10_000.0, "restore_s": 60.0, "drain_s": 120.0},
+    {"blocked_s": 30.0, "interval_s": 900.0, "mtbf_s": 2_000.0, "restore_s": 300.0, "drain_s": 300.0},
+])  # fmt: skip
+def test_goodput_is_that_of_ten_thousand_failures(inputs: dict[str, float]) -> None:
+    assert plan.goodput_ratio(**inputs) == pytest.approx(lived_goodput(random.Random(7), **inputs), abs=0.005)
+
+
+def lived_goodput(
+    source: random.Random, *, blocked_s: float, interval_s: float, mtbf_s: float, restore_s: float, drain_s: float
+) -> float:
+    """Return the share of time that trains in a job's life, event by event, until it has failed 10,000 times."""
+    now_s = trained_s = durable_s = 0.0
+    saves: list[tuple[float, float]] = []  # when storage has it, and the training in it
+    failure_s = source.expovariate(1 / mtbf_s)
+    for _ in range(10_000):
+        while now_s + interval_s < failure_s:
+            now_s += interval_s
+            trained_s += interval_s - blocked_s
+            saves.append((now_s + drain_s, trained_s))
+        durable_s = max((trained for stored_s, trained in saves if stored_s <= failure_s), default=durable_s)
+        now_s, trained_s, saves = failure_s, durable_s, [(0.0, durable_s)]
+        while (failure_s := now_s + source.expovariate(1 / mtbf_s)) < now_s + restore_s:
+            now_s = failure_s
+        now_s += restore_s
+    return durable_s / now_s
+
+
+@pytest.mark.parametrize(("blocked_s", "mtbf_s"), [(50.55, 3.093 * HOUR_S), (600, 1000), (0.5, 86400)])
+def test_the_best_interval_trains_most(blocked_s: float, mtbf_s: float) -> None:
+    best_s = plan.best_interval_s(blocked_s, mtbf_s)
+    best = plan.goodput_ratio(blocked_s, best_s, mtbf_s)
+    assert all(plan.goodput_ratio(blocked_s, best_s * factor, mtbf_s) < best for factor in (0.8, 0.99, 1.01, 1.25))
+    if blocked_s < mtbf_s / 100:  # where Daly's approximation holds
+        assert best_s == pytest.approx(plan.daly_s(blocked_s, mtbf_s) + blocked_s, rel=1e-3)
+
+
+def test_goodput_over_nodes_and_what_to_do() -> None:
+    done = tracekit(*ARTICLE, *RATES, "--node-mtbf", f"{3.093 * 384}h", "--format", "json")
+    result = json.loads(done.stdout)
+    assert result["mtbf_seconds"] == pytest.approx(3.093 * HOUR_S)
+    by_nodes = {row["nodes"]: row for row in result["by_nodes"]}
+    assert set(by_nodes) == {192, 384, 768, 1536}  # DP 6: a quarter of it is no number of ranks
+    assert by_nodes[768]["mtbf_seconds"] == pytest.approx(3.093 * HOUR_S / 2)
+    goodputs = [by_nodes[nodes]["best_goodput_ratio"] for nodes in sorted(by_nodes)]
+    assert goodputs == sorted(goodputs, reverse=True)
+    assert by_nodes[384]["goodput_ratio"] == result["goodput_ratio"]
+
+
+def test_an_interval_that_no_failure_spares_trains_nothing() -> None:
+    assert plan.goodput_ratio(1, 1e9, 1000) == 0
+    assert plan.goodput_ratio(10, 5, 1000) == 0
+
+
+def test_the_advice_names_the_best_interval_and_failures_between_saves() -> None:
+    storage = plan.Storage(273e9, 1e12)
+    rare = plan.checkpoint(PARAMS, MEGATRON, storage, interval_s=4 * HOUR_S, mtbf_s=3.093 * HOUR_S)
+    text = checkpoint_plan.advice(rare, 4 * HOUR_S, 3.093 * HOUR_S)
+    assert units.long_duration(rare.best_interval_seconds or 0) in text
+    assert "more often than it saves" in text
+    near = plan.checkpoint(PARAMS, MEGATRON, storage, interval_s=1000, mtbf_s=3.093 * HOUR_S)
+    assert units.long_duration(1000) in checkpoint_plan.advice(near, 1000, 3.093 * HOUR_S)
+    unknown = plan.checkpoint(PARAMS, MEGATRON, storage, interval_s=100)
+    assert units.long_duration(unknown.guided_interval_seconds) in checkpoint_plan.advice(unknown, 100)
 
 
 @pytest.mark.parametrize(("params", "size"), [(8.03e9, 105 * 2**30), (70e9, 912 * 2**30), (405e9, 5.29 * 2**40)])

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tracekit.analysis.checkpoint.saves import PlanningInputs
     from tracekit.plan.checkpoint import Layout
     from tracekit.plan.models import Model
+    from tracekit.report.document import Section
 
 plan = typer.Typer(help="Estimate checkpoints, memory and pipelines before a training runs.", no_args_is_help=True)
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "": 1.0}
@@ -105,7 +106,12 @@ def checkpoint(
     interval: Annotated[
         str | None, typer.Option(metavar="TIME", help="Time between checkpoints: 4h, 30m, 900s.")
     ] = None,
-    mtbf: Annotated[str | None, typer.Option(metavar="TIME", help="Mean time between failures: 3.093h.")] = None,
+    mtbf: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Mean time between failures of the job: 3.093h.")
+    ] = None,
+    node_mtbf: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Instead: mean time between failures of one node.")
+    ] = None,
     measured: Annotated[
         str | None, typer.Option(metavar="RUN", help="Take missing values from the saves of a recorded run.")
     ] = None,
@@ -118,23 +124,46 @@ def checkpoint(
     """
     from tracekit.analysis.checkpoint.saves import planning_inputs
     from tracekit.plan import checkpoint as planned
+    from tracekit.report import checkpoint_plan
 
     recorded = None if measured is None else planning_inputs(run_loading.open_run(measured, cache=cache))
     constants = {} if recorded is None else dataclasses.asdict(recorded)
-    result = planned.checkpoint(
-        _require("--params or --model", size.parameters(), constants.get("params")),
-        layout.layout(recorded),
-        planned.Storage(
-            _require("--write-bandwidth", storage.write_bandwidth, constants.get("write_bytes_per_second")),
-            storage.read_bandwidth,
-            storage.node_write_limit,
-            storage.burst_buffer,
-        ),
-        interval_s=_require("--interval", _seconds("--interval", interval), constants.get("interval_seconds")),
-        mtbf_s=_seconds("--mtbf", mtbf),
-        bytes_per_param=_first_known(bytes_per_param, constants.get("bytes_per_param"), planned.ADAM_BYTES_PER_PARAM),
+    params = _require("--params or --model", size.parameters(), constants.get("params"))
+    ranks = layout.layout(recorded)
+    stored = planned.Storage(
+        _require("--write-bandwidth", storage.write_bandwidth, constants.get("write_bytes_per_second")),
+        storage.read_bandwidth,
+        storage.node_write_limit,
+        storage.burst_buffer,
     )
-    _emit(dataclasses.asdict(result), table, measured=constants or None)
+    interval_s = _require("--interval", _seconds("--interval", interval), constants.get("interval_seconds"))
+    mtbf_s = _job_mtbf_s(mtbf, node_mtbf, planned.node_count(ranks))
+    per_param = _first_known(bytes_per_param, constants.get("bytes_per_param"), planned.ADAM_BYTES_PER_PARAM)
+    result = planned.checkpoint(params, ranks, stored, interval_s=interval_s, mtbf_s=mtbf_s, bytes_per_param=per_param)
+    scales: tuple[planned.Scale, ...] = ()
+    if mtbf_s is not None:
+        sizes = planned.over_nodes(
+            params, ranks, stored, interval_s=interval_s, mtbf_s=mtbf_s, bytes_per_param=per_param
+        )
+        scales = tuple(sizes)
+    values = dataclasses.asdict(result) | {"mtbf_seconds": mtbf_s}
+    by_nodes = [
+        {"nodes": scale.nodes, "mtbf_seconds": scale.mtbf_seconds}
+        | {name: getattr(scale.plan, name) for name in ("goodput_ratio", "best_interval_seconds", "best_goodput_ratio")}
+        for scale in scales
+    ]
+    _emit(
+        values, table, measured=constants or None, headline=checkpoint_plan.advice(result, interval_s, mtbf_s),
+        more={"by_nodes": by_nodes}, parts=(checkpoint_plan.scales(scales),) if scales else (),
+    )  # fmt: skip
+
+
+def _job_mtbf_s(job: str | None, node: str | None, nodes: int) -> float | None:
+    """Mean time between failures of a job, in s: as stated, or that of one node over their number."""
+    if job is not None and node is not None:
+        raise ConfigError("--mtbf is of the job and --node-mtbf of one node: give one of them")
+    node_s = _seconds("--node-mtbf", node)
+    return _seconds("--mtbf", job) if node_s is None else node_s / nodes
 
 
 @plan.command(short_help="Weights, gradients, optimizer state and activations of one rank.")
@@ -275,13 +304,24 @@ def _require(option: str, *values: float | None) -> float:
     return stated
 
 
-def _emit(values: Mapping[str, Any], table: DocumentOptions, *, measured: Mapping[str, Any] | None = None) -> None:
+def _emit(
+    values: Mapping[str, Any],
+    table: DocumentOptions,
+    *,
+    measured: Mapping[str, Any] | None = None,
+    headline: str = "",
+    more: Mapping[str, Any] | None = None,
+    parts: "Section" = (),
+) -> None:
+    """Write the values as lines after a headline, and parts after them; for programs with `more`."""
     from tracekit.report.document import Definitions, Document, line
 
     rows = list(values.items()) + [(f"measured {name}", value) for name, value in (measured or {}).items()]
     lines = tuple((line(name), line(_value_text(name, value))) for name, value in rows)
-    document = dict(values) if measured is None else {**values, "measured": measured}
-    table.write_document(Document(([Definitions(lines)],), values=document))
+    document = {**values, **(more or {})} | ({} if measured is None else {"measured": measured})
+    first: tuple[Section, ...] = ([line(headline)],) if headline else ()
+    sections = (*first, [Definitions(lines)], *([part] for part in parts))
+    table.write_document(Document(sections, values=document))
 
 
 def _seconds(option: str, text: str | None) -> float | None:
@@ -299,6 +339,9 @@ _MISSING_OPTIONS = {
     "goodput": "--read-bandwidth and --mtbf",
     "young": "--mtbf",
     "daly": "--mtbf",
+    "best_goodput": "--read-bandwidth and --mtbf",
+    "best_interval": "--mtbf",
+    "mtbf": "--mtbf or --node-mtbf",
     "buffer": "--yafsdp",
     "activation": "--sequence, with --model",
     "stage": "--sequence, and --model or --width",
@@ -317,7 +360,7 @@ def _value_text(name: str, value: float | str | bool | None) -> str:
     if name.endswith(("_bytes", "_bytes_per_step", "_bytes_per_micro_batch")):
         return f"{units.rate(value).removesuffix('/s')} ({units.size(value)})"
     if name.endswith("_seconds"):
-        return f"{value:.2f} s"
+        return units.long_duration(value)
     if name in ("activation_ratio", "writer_skew_ratio"):
         return f"{value:.3g} ×"
     return f"{100 * value:.3f}%" if name.endswith("_ratio") else f"{value:.4g}"
