@@ -168,10 +168,21 @@ class Strategy:
         """Return whether shards are replicated, and all-reduced among their replicas."""
         return any(collective.of_shard for collective in self.collectives)
 
-    @property
-    def traffic_factor(self) -> int:
-        """Return the units' sizes that a rank sends in a step: 2 for DDP and the stages ZeRO-1 and 2, 3 for ZeRO-3."""
-        return sum(collective.traffic_factor for collective in self.collectives if not collective.of_shard)
+    def traffic_factor(self, micro_batches: int = 1) -> int:
+        """Units' sizes that a rank sends in a step: 2 for DDP and the stages ZeRO-1 and 2, 3 for ZeRO-3.
+
+        What is divided among ranks is not stored whole between micro-batches: m of them send m + 1 under ZeRO-2, and
+        3 m under ZeRO-3, with a pipeline as without.
+        """
+        return sum(
+            collective.traffic_factor * (micro_batches if self.is_repeated(collective) else 1)
+            for collective in self.collectives
+            if not collective.of_shard
+        )
+
+    def is_repeated(self, collective: Collective) -> bool:
+        """Whether a collective runs for every micro-batch: that of weights or gradients that ranks divide."""
+        return collective.when != AFTER_OPTIMIZER and collective.tensor in self.sharded
 
     @property
     def buffer_bytes(self) -> int:

@@ -40,7 +40,8 @@ class MemoryPlan:
     """Bytes of one rank of the first pipeline stage, which needs most; None where an input was not given.
 
     `total_bytes` is the sum of what is known on the device. `offloaded_bytes` is what the rank keeps in host memory.
-    `traffic_bytes_per_step` is what the rank sends for data parallelism.
+    `traffic_bytes_per_step` is what the rank sends for data parallelism: what is divided among ranks once more for each
+    micro-batch.
     """
 
     weight_bytes: float
@@ -72,6 +73,7 @@ def plan(
     *,
     model: Model | None = None,
     work: Workload | None = None,
+    micro_batches: int = 1,
     with_yafsdp: bool = False,
     largest_layer: float | None = None,
     offload: bool = False,
@@ -84,6 +86,7 @@ def plan(
     gradients, or under ZeRO 1 and 2 a copy of the rank's gradients (arXiv 2101.06840, section 4).
     """
     check_positive("parameters", params)
+    check_positive("micro-batches", micro_batches)
     rank_params = params / (layout.tp * layout.pp)
     strategy = YAFSDP if with_yafsdp else strategies.ZERO_STAGES[layout.zero]
     weight, gradient, optimizer = state_bytes(rank_params, strategy, ranks=layout.dp)
@@ -113,7 +116,7 @@ def plan(
         activations,
         weight + gradient + optimizer + (buffers or 0) + (activations or 0),
         # The factor (n − 1)/n is taken as 1, as in arXiv 1910.02054, section 7.
-        rank_params * strategies.GATHERED_BYTES * strategy.traffic_factor if layout.dp > 1 else 0.0,
+        rank_params * strategies.GATHERED_BYTES * strategy.traffic_factor(micro_batches) if layout.dp > 1 else 0.0,
         offloaded,
     )
 

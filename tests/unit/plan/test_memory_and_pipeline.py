@@ -77,6 +77,12 @@ def test_traffic_of_data_parallelism(zero: int, times: int) -> None:
     assert memory.plan(7.5e9, Layout(zero=zero)).traffic_bytes_per_step == 0
 
 
+@pytest.mark.parametrize(("zero", "times"), [(0, 2), (1, 2), (2, 9), (3, 24)])
+def test_what_is_sharded_is_sent_for_every_micro_batch_of_a_pipeline(zero: int, times: int) -> None:
+    plan = memory.plan(6e9, Layout(pp=4, dp=64, zero=zero), micro_batches=8)
+    assert plan.traffic_bytes_per_step == times * 1.5e9 * strategies.GATHERED_BYTES
+
+
 @pytest.mark.parametrize(("zero", "device", "host"), [(1, 4 * 7.5e9, 14 * 7.5e9 / 64), (3, 0, 16 * 7.5e9 / 64)])
 def test_offloading_moves_the_optimizer_and_what_it_steps_to_the_host(zero: int, device: float, host: float) -> None:
     plan, offloaded = (memory.plan(7.5e9, Layout(dp=64, zero=zero), offload=offload) for offload in (False, True))

@@ -208,6 +208,7 @@ def memory(
         Layout(tp, pp, dp, zero),
         model=_model(size.model),
         work=work,
+        micro_batches=micro_batches,
         with_yafsdp=yafsdp,
         largest_layer=largest_layer,
         offload=offload,
