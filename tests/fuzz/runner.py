@@ -44,8 +44,8 @@ class Outcome:
 class Worker:
     """A process that handles inputs; started again after one that ended it."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, cpu_s: int = CPU_S) -> None:
+        self._folder, self._cpu_s = folder, cpu_s
         self._process: subprocess.Popen[str] | None = None
 
     def outcome(self, kind: str, seed: int, *, way: str = "command") -> Outcome:
@@ -63,17 +63,17 @@ class Worker:
             code = process.wait()
             self._process = None
             detail = (self._folder / "stderr").read_text(errors="replace")[-400:]
-            return Outcome(Failure(kind, seed, ended(code), detail), CPU_S)
+            return Outcome(Failure(kind, seed, ended(code, self._cpu_s), detail), self._cpu_s)
         result = json.loads(line)
         if result["is_full"]:
             self.close()
-        return Outcome(judged(result), result["all_cpu_s"])
+        return Outcome(judged(result, self._cpu_s), result["all_cpu_s"])
 
     def _started(self) -> "subprocess.Popen[str]":
         variables = {**os.environ, "PYTHONPATH": str(ROOT), "POLARS_MAX_THREADS": "1", "OMP_NUM_THREADS": "1"}
         variables |= {"XDG_CACHE_HOME": str(self._folder / "cache"), "TMPDIR": str(self._folder)}
         variables |= {"TRACEKIT_CRASH_REPORT": "0"}  # a report takes longer than the limit
-        command = [sys.executable, "-X", "faulthandler", "-m", "tests.fuzz.worker", str(CPU_S), str(MEMORY_BYTES)]
+        command = [sys.executable, "-X", "faulthandler", "-m", "tests.fuzz.worker", str(self._cpu_s), str(MEMORY_BYTES)]
         with (self._folder / "stderr").open("w") as errors:
             self._process = subprocess.Popen(
                 command,
@@ -95,10 +95,10 @@ class Worker:
 
 
 @contextmanager
-def worker() -> Iterator[Worker]:
-    """Yield a worker that is ended with the block."""
+def worker(cpu_s: int = CPU_S) -> Iterator[Worker]:
+    """Yield a worker that is ended with the block; an input may take `cpu_s` of CPU time."""
     with tempfile.TemporaryDirectory(prefix="tracekit-fuzz-") as folder:
-        made = Worker(Path(folder))
+        made = Worker(Path(folder), cpu_s)
         try:
             yield made
         finally:
@@ -127,7 +127,7 @@ def judged(result: dict[str, object], cpu_s: int = CPU_S) -> Failure | None:
     )
 
 
-def ended(code: int) -> str:
+def ended(code: int, cpu_s: int = CPU_S) -> str:
     """Return in words what an exit code of a process says."""
-    names = {24: f"more than {CPU_S} s of CPU time", 11: "segmentation fault", 6: "abort", 9: "killed"}
+    names = {24: f"more than {cpu_s} s of CPU time", 11: "segmentation fault", 6: "abort", 9: "killed"}
     return names.get(-code, f"signal {-code}") if code < 0 else f"the process ended with {code}"

@@ -98,8 +98,9 @@ def free_port() -> int:
         return int(listening.getsockname()[1])
 
 
-def wait_until(holds: Callable[[], bool], *, seconds: float = 300.0) -> None:
+def wait_until(holds: Callable[[], bool], *, seconds: float = 300.0, every_s: float = 0.05) -> None:
+    """Wait until a condition holds, which is tried again after `every_s`: to list a bucket takes as much CPU time."""
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, "it never came to that"
-        time.sleep(0.05)
+        time.sleep(every_s)

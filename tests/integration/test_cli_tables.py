@@ -10,10 +10,13 @@ from pathlib import Path
 import polars as pl
 import pytest
 
+from tests.support import loaded_runs
 from tests.support.cli_runner import on_a_terminal, only_line, tracekit
 from tests.support.kineto_files import slice_, trace, write
 from tracekit.cli import output
 
+runs_loaded_once = loaded_runs.runs_loaded_once
+pytestmark = pytest.mark.usefixtures("runs_loaded_once")
 NASTY = {
     "red": "\x1b[31mred\x1b[0m",
     "a title": "\x1b]0;owned\x07",

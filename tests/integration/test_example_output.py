@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import loaded_runs
 from tests.support.cli_runner import tracekit
 
+runs_loaded_once = loaded_runs.runs_loaded_once
+pytestmark = pytest.mark.usefixtures("runs_loaded_once")
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 EXAMPLES = ROOT / "docs" / "examples.md"

@@ -508,8 +508,8 @@ def test_the_end_of_events_is_before_the_last_keys():
 
 @pytest.fixture(scope="module")
 def worker():
-    """The process of the fuzzer that runs the inputs."""
-    with runner.worker() as started:
+    """The process of the fuzzer that runs the inputs; on a busy machine, an input takes twice as much CPU time."""
+    with runner.worker(cpu_s=60) as started:
         yield started
 
 

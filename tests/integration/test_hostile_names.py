@@ -17,8 +17,11 @@ from prometheus_client import parser
 from prometheus_client.openmetrics import parser as openmetrics_parser
 
 import tracekit as tracekit_library
+from tests.support import loaded_runs
 from tests.support.cli_runner import ROOT, tracekit
 
+runs_loaded_once = loaded_runs.runs_loaded_once
+pytestmark = pytest.mark.usefixtures("runs_loaded_once")
 HOSTILE = (
     "\x1b[31mred\x1b[0m", "\x1b]0;title\x07", "::error file=x::obey", "::set-output name=a::b", "##[error]obey",
     "##vso[task.setvariable]x", '=HYPERLINK("http://x","y")', "+cmd|' /C calc'!A0", "@SUM(1)", "-2+3|x",

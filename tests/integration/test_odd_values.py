@@ -3,6 +3,7 @@
 Each case changes some events of a real recording and compares its report with that of the recording without them.
 """
 
+import copy
 import functools
 import gzip
 import itertools
@@ -14,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.support.selection import others_in_accuracy
@@ -72,10 +74,11 @@ WRONG: dict[str, tuple[Callable[[Event], None], tuple[tuple[str, ...], ...]]] = 
 }
 
 
+@functools.cache
 def read(folder: str) -> dict[str, dict[str, Any]]:
-    """Return the traces of a run by file name."""
+    """Return the traces of a run by file name, which no test changes: `changed` copies what it replaces."""
     files = sorted((ROOT / "sample_traces" / folder).glob("*.json.gz"))
-    return {file.name.removesuffix(".gz"): json.loads(gzip.decompress(file.read_bytes())) for file in files}
+    return {file.name.removesuffix(".gz"): msgspec.json.decode(gzip.decompress(file.read_bytes())) for file in files}
 
 
 def judge(traces: dict[str, dict[str, Any]], folder: Path) -> tuple[dict[str, Any], Report]:
@@ -83,7 +86,7 @@ def judge(traces: dict[str, dict[str, Any]], folder: Path) -> tuple[dict[str, An
     run_folder = folder / "run"
     run_folder.mkdir(parents=True)
     for name, trace in traces.items():
-        (run_folder / name).write_text(json.dumps(trace), encoding="utf-8")
+        (run_folder / name).write_bytes(msgspec.json.encode(trace))
     run = loader.load(str(run_folder), cache=False)
     report = engine.check(run)
     document = json.loads(report_json.render(report, run))
@@ -106,10 +109,10 @@ def changed(
     traces: dict[str, dict[str, Any]], places: Sequence[int], change: Callable[[Event], object]
 ) -> dict[str, dict[str, Any]]:
     """Return the traces with some events of the first one changed; `change` returns what replaces one, or None."""
-    name = next(iter(traces))
+    name, chosen_places = next(iter(traces)), set(places)
     events = []
     for place, event in enumerate(traces[name]["traceEvents"]):
-        replaced = change(json.loads(json.dumps(event))) if place in set(places) else event
+        replaced = change(copy.deepcopy(event)) if place in chosen_places else event
         events += replaced if isinstance(replaced, list) else [replaced]
     return {**traces, name: {**traces[name], "traceEvents": events}}
 

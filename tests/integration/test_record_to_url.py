@@ -95,7 +95,7 @@ def test_a_killed_rank_loses_no_complete_window(s3: Server, tmp_path: Path) -> N
     )
     pid = int(process.stdout.readline())
     # Lines of the metrics log reach the file about once a second: 200 steps take two, as each sleeps for 10 ms.
-    wait_until(lambda: "runs/killed/window004/rank00000.pt.trace.json.gz" in keys("runs/killed/"))
+    wait_until(lambda: "runs/killed/window004/rank00000.pt.trace.json.gz" in keys("runs/killed/"), every_s=0.5)
     os.kill(pid, signal.SIGKILL)
     done = finish(process)
     assert "rank 0 was killed while recording" in done.err

@@ -29,7 +29,7 @@ def test_what_is_there_is_judged_and_what_is_missing_is_said(tmp_path: Path) -> 
         process = start(record, tmp_path)
         try:
             slow = _wait_until_stopped(tmp_path, SLOW)
-            wait_until(lambda: _uploaded(0) == {0, 1, 2}, seconds=240)
+            wait_until(lambda: _uploaded(0) == {0, 1, 2}, seconds=240, every_s=0.5)
             report = _check()
             assert (_checked(report, window=0), _missing(report)) == ({0, 1, 2}, [])
             state = _watch(tmp_path / "local")
@@ -38,7 +38,7 @@ def test_what_is_there_is_judged_and_what_is_missing_is_said(tmp_path: Path) -> 
             os.kill(slow, signal.SIGCONT)
 
             killed = _wait_until_stopped(tmp_path, KILLED)
-            wait_until(lambda: _uploaded(2) == {0, 1}, seconds=240)
+            wait_until(lambda: _uploaded(2) == {0, 1}, seconds=240, every_s=0.5)
             lacking = [f"Window 2 has no trace of rank {KILLED}, other windows do. Affected: 33.3%."]
             assert _missing(_check()) == lacking
             os.kill(killed, signal.SIGKILL)

@@ -11,6 +11,7 @@ import pytest
 
 import tracekit
 from benchmarks import injected_changes
+from tests.support import loaded_runs
 from tests.support.cli_runner import only_line
 from tests.support.cli_runner import tracekit as command
 from tracekit.analysis.compute import step_charges
@@ -20,7 +21,8 @@ SAMPLES = ROOT / "sample_traces"
 TRACES = ROOT.parent / "shared" / "traces"
 PAIR = (SAMPLES / "demo-fsdp2", SAMPLES / "demo-yafsdp")
 
-pytestmark = pytest.mark.filterwarnings("ignore::Warning")
+runs_loaded_once = loaded_runs.runs_loaded_once
+pytestmark = [pytest.mark.filterwarnings("ignore::Warning"), pytest.mark.usefixtures("runs_loaded_once")]
 
 
 def compared(*arguments: object) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import tracekit
-from tests.support import cli_runner
+from tests.support import cli_runner, loaded_runs
 from tests.support.selection import others_in_accuracy
 from tracekit.analysis.time import breakdown
 from tracekit.cli import application
@@ -19,6 +19,8 @@ from tracekit.report.document import Document
 from tracekit.report.render import text as render_text
 from tracekit.rules import stated_savings
 
+runs_loaded_once = loaded_runs.runs_loaded_once
+pytestmark = pytest.mark.usefixtures("runs_loaded_once")
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
 NUMBER = re.compile(r"(?<![\w.])[+-]?\d[\d.,]*(?: [kMGT]?i?B| [mµn]?s|%)(?!\w)")
 

@@ -4,11 +4,12 @@ Imports of torch and of frameworks collect no garbage: what they build stays, an
 their time. Later collections leave out what `import torch` has built.
 
 The first step of an optimizer imports torch's compiler, only to keep it away from the step, and a profiler its
-settings, which imports the rest; that takes as long as `import torch`. Here the compiler is imported when anything else
-of it is used, such as by torch.compile or DDP.
+settings, which imports the rest; that takes as long as `import torch`. DDP imports it for one setting, FSDP2 for its
+settings alone. Here the compiler is imported when anything else of it is used, such as by torch.compile.
 """
 
 import gc
+import importlib.util
 import sys
 import threading
 from collections.abc import Callable
@@ -72,6 +73,32 @@ class _Postponed(ModuleType):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}") from None
 
 
+class _DdpUtils:
+    """What DDP uses of `torch._dynamo.utils`; anything else of it executes the compiler."""
+
+    def __init__(self, compiler: ModuleType) -> None:
+        self._compiler = compiler
+
+    def get_optimize_ddp_mode(self) -> str:
+        return "ddp_optimizer"  # the default of the setting
+
+    def __getattr__(self, name: str) -> Any:
+        vars(self._compiler)["_execute"]()
+        return getattr(sys.modules[f"{_COMPILER}.utils"], name)
+
+
+def _settings(folder: str) -> ModuleType:
+    """The settings of the compiler, which FSDP2 reads: they need nothing else of it."""
+    name = f"{_COMPILER}.config"
+    spec = importlib.util.spec_from_file_location(name, f"{folder}/config.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
 def _postpone(loader: Any, name: str) -> None:
     execute, lock = loader.exec_module, threading.RLock()
 
@@ -79,6 +106,7 @@ def _postpone(loader: Any, name: str) -> None:
         path = vars(module)["__path__"]
         if name == _COMPILER:
             module.disable, module.graph_break = partial(_disable, module), lambda *_, **__: None
+            module.utils, module.config = _DdpUtils(module), _settings(path[0])
         if name == _COMPILER or _COMPILER in _started:
             del module.__path__  # a submodule needs it; the settings of the backend do not
 
