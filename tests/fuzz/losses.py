@@ -1,4 +1,4 @@
-"""Events that a reader lost without a finding: another, lenient reading of a trace file counts what is there."""
+"""Events that a reader lost without a word: another, lenient reading of a trace file counts what is there."""
 
 import json
 import zlib
@@ -21,18 +21,28 @@ _PIECE = 1 << 16
 def silent(path: Path) -> str:
     """Return which events of a trace file, packed or not, are read otherwise than by `lenient`, without a finding.
 
-    "" if none are, or if the file is refused.
+    Of a damaged file, those are stated that are whole in it, and more than the finding says are lost. "" if there are
+    none, or if the file is refused.
     """
     try:
         trace, counts = reader.read_counted(str(path), rank=0)
     except TracekitError:
         return ""
-    if set(trace.data_quality["kind"]) & LOSSY:
-        return ""
     reference = lenient(unpacked(path.read_bytes()))
+    missing = _plain(reference) - _plain(counts)
+    if set(trace.data_quality["kind"]) & LOSSY:
+        stated = lost_events(path)
+        is_stated = missing.total() <= stated
+        return "" if is_stated else f"lost {dict(reference - counts)}, of which {stated} are stated"
     if _plain(counts) == _plain(reference):
         return ""
     return f"lost {dict(reference - counts)}, invented {dict(counts - reference)}"
+
+
+def lost_events(path: Path) -> int:
+    """Return how many events the findings on a damaged file say are lost."""
+    damage = reader.read_events(str(path)).damage
+    return damage.lost_events + damage.non_objects + damage.later_events
 
 
 def _plain(counts: Counts) -> Counter[tuple[str, ...]]:

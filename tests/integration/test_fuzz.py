@@ -14,7 +14,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from tests.fuzz import losses
+from tests.fuzz import losses, mutations
 from tests.fuzz.losses import LOSSY, lenient
 from tests.support.kineto_files import trace as device_trace
 from tracekit.analysis.quality import trace_quality
@@ -240,6 +240,28 @@ def test_an_event_that_the_reader_does_not_count_is_a_silent_loss(tmp_path, real
     (tmp_path / "trace.json").write_bytes(real)
     monkeypatch.setattr(reader, "read_counted", forgetful)
     assert losses.silent(tmp_path / "trace.json").startswith("lost {('M', ")
+
+
+def test_whole_events_of_a_damaged_file_are_read_or_stated_as_lost(tmp_path, real):
+    path = tmp_path / "trace.json"
+    for seed in range(16):
+        path.write_bytes(mutations.text(real, random.Random(f"{SEED + 6} {seed}")))
+        assert losses.silent(path) == "", seed
+
+
+def test_more_lost_events_than_a_finding_states_are_a_silent_loss(tmp_path, real, monkeypatch):
+    """GIVEN a reader that counts no metadata, WHEN it reads a damaged trace, THEN the fuzzer names the events."""
+    read_counted = reader.read_counted
+
+    def forgetful(path, *, rank):
+        trace, counts = read_counted(path, rank=rank)
+        return trace, Counter({kind: count for kind, count in counts.items() if kind[0] != "M"})
+
+    path, damaged_at = tmp_path / "trace.json", real.rindex(b"{", 0, real.index(b'"ph": "X"'))
+    path.write_bytes(real[:damaged_at] + b"?" + real[damaged_at + 1 :])
+    assert losses.silent(path) == ""
+    monkeypatch.setattr(reader, "read_counted", forgetful)
+    assert losses.silent(path).startswith("lost {('M', ")
 
 
 @pytest.mark.parametrize("rank", [-1, 1 << 20, 1 << 40, 1 << 62, 1 << 70])

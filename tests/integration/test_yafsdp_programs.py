@@ -1,6 +1,7 @@
 """Ranks that do not run the same program: each raises within the step and names what the others did, and none hangs."""
 
 import functools
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +14,14 @@ from torch import nn
 from instrumented_trainers.parallelism.yafsdp import MixedPrecisionPolicy, rank_programs, set_patience
 from tests.integration.yafsdp_attacks import Model, batch, shard_layers
 from tests.support import process_group
+from tests.support.selection import others_in_accuracy
 
-WORLD_SIZE, PATIENCE_S = 2, 3.0
+WORLD_SIZES = (2, 3)
+PATIENCE_S = 3.0
 
 
 def is_last() -> bool:
-    return dist.get_rank() == WORLD_SIZE - 1
+    return dist.get_rank() == dist.get_world_size() - 1
 
 
 def backward(model: nn.Module) -> None:
@@ -211,7 +214,7 @@ def _where_last(yes: Callable[[], Any], no: Callable[[], Any] = build) -> Callab
 
 
 WITHOUT_WAIT: dict[str, tuple[Callable[[], Any], Callable[[Any, Any], None], str]] = {
-    "another depth": (_where_last(lambda: shard_layers(Model(depth=3))), two_steps(), "rank 0: unit layers.3"),
+    "another depth": (_where_last(lambda: shard_layers(Model(depth=3))), two_steps(), "rank [01]: unit layers.3"),
     "another dtype": (_where_last(lambda: shard_layers(Model().bfloat16())), two_steps(), "torch.bfloat16"),
     "another precision": (
         _where_last(lambda: build(mp_policy=MixedPrecisionPolicy(torch.bfloat16))),
@@ -256,28 +259,27 @@ def run(program: Callable[[Any, Any], None], make: Callable[[], Any] | None = No
 
 
 @functools.cache
-def outcomes_without_wait() -> dict[str, process_group.Outcome]:
+def outcomes_without_wait(world_size: int) -> dict[str, process_group.Outcome]:
     return process_group.run_cases(
-        WORLD_SIZE, {name: functools.partial(run_without_wait, name) for name in WITHOUT_WAIT}
+        world_size, {name: functools.partial(run_without_wait, name) for name in WITHOUT_WAIT}
     )
 
 
 @pytest.mark.parametrize("name", WITHOUT_WAIT)
-def test_a_difference_that_makes_nobody_wait_is_named(name: str) -> None:
-    for words in outcomes_without_wait()[name].results():
+@pytest.mark.parametrize("world_size", others_in_accuracy(WORLD_SIZES, {2}))
+def test_a_difference_that_makes_nobody_wait_is_named(world_size: int, name: str) -> None:
+    for words in outcomes_without_wait(world_size)[name].results():
         assert re.search("YaFSDP: the ranks (did not do the same|shard different models)", str(words)), words
         assert re.search(WITHOUT_WAIT[name][2], str(words)), words
 
 
-EVERYDAY = ("another micro-batch", "a norm logged by one rank", "a step on one rank")
+EVERYDAY = [(2, "another micro-batch"), (2, "a norm logged by one rank"), (2, "a step on one rank")]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in EVERYDAY else pytest.mark.accuracy) for name in PROGRAMS]
-)
-def test_a_difference_is_named(name: str) -> None:
+@pytest.mark.parametrize(("world_size", "name"), others_in_accuracy(itertools.product(WORLD_SIZES, PROGRAMS), EVERYDAY))
+def test_a_difference_is_named(world_size: int, name: str) -> None:
     # In processes of its own: gloo ends a process that receives more than it expects, and then the other one explains.
-    words = process_group.run_cases(WORLD_SIZE, {name: functools.partial(run, PROGRAMS[name])})[name].values
+    words = process_group.run_cases(world_size, {name: functools.partial(run, PROGRAMS[name])})[name].values
     explained = [str(text) for text in words if re.search("waited in vain|the ranks did not do the same", str(text))]
     assert explained, words
     assert all("rank 0: " in text and "rank 1: " in text for text in explained if "waited in vain" in text), explained

@@ -182,6 +182,12 @@ def _refuse_unsupported(
 
 def _refuse_changing_weights(parameter: nn.Parameter, sites: list[tuple[nn.Module, str]], name: str) -> None:
     """Raise NotImplementedError for a parameter whose class, dtype or module does what a shard of it would not."""
+    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    if hasattr(local, "fsdp_pre_all_gather"):
+        raise NotImplementedError(
+            f"YaFSDP: {name} is a {type(local).__name__}, which is gathered in a form of its own (fsdp_pre_all_gather, "
+            "as for fp8); YaFSDP gathers weights in a dtype of mp_policy only: shard plain parameters, or use FSDP2"
+        )
     if type(parameter) not in (nn.Parameter, DTensor):
         raise NotImplementedError(
             f"YaFSDP: {name} is of the class {type(parameter).__name__}, which a shard of it would not be; shard plain "
