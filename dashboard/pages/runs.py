@@ -204,7 +204,10 @@ def _actions(listed: Sequence[RunEntry], selected: Sequence[RunEntry], catalog: 
         disabled=not 2 <= len(selected) <= 1 + widgets.MAX_COMPARED,
         width="stretch",
     ):
-        names = st.session_state.pop(_SELECTED)
+        st.session_state.pop(_SELECTED)
+        # The oldest run is the reference, in whichever order the list is.
+        by_age = sorted(selected, key=lambda entry: (entry.created_ns or 0, entry.name))
+        names = [entry.name for entry in by_age]
         widgets.go_to("compare", run=names[0], compare=names[1:])
     _check_button(selected or listed, catalog, columns[2])
     columns[3].caption(

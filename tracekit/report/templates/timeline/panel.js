@@ -112,9 +112,10 @@ class Panel {
     if (!slice) return;
     const close = make("button", { class: "close", "aria-label": "Close the details", onclick: () => this.timeline.clearSelection() }, "×");
     const [, ...known] = aboutSlice(this.timeline, slice);
-    const { mark } = slice;
-    const finding = mark ? [make("p", {}, `${mark.severity} ${mark.finding}: `.trimStart() + mark.title)] : [];
-    const parts = [make("header", {}, make("h4", {}, slice.name), close), ...finding, ...known.map((line) => make("p", {}, line))];
+    const { mark } = slice; // of the finding that the slice was selected for
+    const title = mark ? `${mark.severity} ${mark.finding}`.trim() : slice.name;
+    const finding = mark ? [make("p", {}, mark.title), make("h5", {}, slice.name)] : [];
+    const parts = [make("header", {}, make("h4", {}, title), close), ...finding, ...known.map((line) => make("p", {}, line))];
     if (slice.id === MERGED) {
       parts.push(make("button", { onclick: () => this.timeline.fit(slice) }, "Zoom in to see each of them"));
     } else if (!details) {
