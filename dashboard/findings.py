@@ -14,7 +14,7 @@ from dashboard import downloads, moments, sharing, widgets
 from dashboard.run_store import OpenRun, tables
 from tracekit.model import escaping, units
 from tracekit.replay.graph.causes.cause import Kind
-from tracekit.report import html_fragments, phrases
+from tracekit.report import html_fragments, phrases, quoted_moment
 from tracekit.rules.registry import all_rules
 from tracekit.rules.rule import Finding, Report
 
@@ -35,15 +35,21 @@ def show(finding: Finding, run: OpenRun, *, key: str, tick: Callable[[str, str],
     `tick` draws the box that removes its cause, of this name and the finding's key, from a prediction.
     """
     with st.container(border=True):
-        st.html(html_fragments.finding(finding))
-        sharing.html(escaping.fragment("card", html_fragments.finding(finding)))
+        card, picture = html_fragments.finding(finding), ""
+        st.html(card)
         head, selection = finding.evidence.head(MAX_EVIDENCE_ROWS), None
-        with st.container(horizontal=True, vertical_alignment="center"):
+        with st.container(key=f"moment-{key}", gap="xxsmall"):  # a click on the picture is one on its button
             if phrases.has_moment(finding):
-                selection = f"evidence-{run.entry.name}-{key}"
-                _show_in_timeline(finding, run, moments.selected_row(head, selection), key=key)
-            if tick is not None and finding.what_if is not None:
-                tick(finding.what_if.cause.name, key)
+                steps, clock = run.table(tables.BREAKDOWN_BY_STEP), run.table(tables.RUN_CLOCK)
+                picture = quoted_moment.picture(finding, steps, clock)
+                st.html(picture)
+            with st.container(horizontal=True, vertical_alignment="center"):
+                if phrases.has_moment(finding):
+                    selection = f"evidence-{run.entry.name}-{key}"
+                    _show_in_timeline(finding, run, moments.selected_row(head, selection), key=key)
+                if tick is not None and finding.what_if is not None:
+                    tick(finding.what_if.cause.name, key)
+        sharing.html(escaping.fragment("card", card + picture))
         rows = finding.evidence.height
         if not rows:
             return
@@ -62,9 +68,9 @@ def _show_in_timeline(finding: Finding, run: OpenRun, row: Mapping[str, Any] | N
     if not st.button(label, key=f"show-{key}", help="Select a row of the evidence to show that one"):
         return
     st.session_state[SHOWN_FINDING] = key
-    row = row or moments.quoted_row(finding)
+    row = row or quoted_moment.quoted_row(finding)
     if row is not None:
-        moments.show(run.entry, row, ranks=moments.leading_ranks(finding.evidence, row), finding=key)
+        moments.show(run.entry, row, ranks=quoted_moment.leading_ranks(finding.evidence, row), finding=key)
 
 
 def show_all(findings: Findings, run: OpenRun, tick: Callable[[str, str], None] | None = None) -> None:

@@ -11,13 +11,11 @@ import streamlit as st
 
 from dashboard import widgets
 from dashboard.run_entry import RunEntry
-from tracekit.report import phrases
-from tracekit.rules.rule import Finding
+from tracekit.report import quoted_moment
 
 SHOWN = "shown_moment"
 """The state with the moment that the timeline opens: run, window, rank, start_ns, dur_ns and ranks."""
 COLUMNS = ("window", "rank", "start_ns", "dur_ns")
-MAX_WAITING = 7
 _MOMENT = ("rank", "start_ns", "dur_ns")
 
 
@@ -30,25 +28,6 @@ def show(entry: RunEntry, row: Mapping[str, Any], *, ranks: Sequence[int] = (), 
     place = {"run": entry.name, "window": window, "ranks": tuple(ranks) or (row["rank"],)}
     st.session_state[SHOWN] = place | {name: row[name] for name in _MOMENT}
     widgets.go_to("timeline", **({"window": window} if window else {}), **parameters)
-
-
-def quoted_row(finding: Finding) -> Mapping[str, Any] | None:
-    """Row of evidence whose moment the sentence of a finding quotes (`phrases.place`); None where none has a moment."""
-    return finding.evidence.drop_nulls(_MOMENT).row(0, named=True) if phrases.has_moment(finding) else None
-
-
-def leading_ranks(rows: pl.DataFrame, row: Mapping[str, Any]) -> tuple[int, ...]:
-    """Ranks at the top of the timeline for a row of evidence: the late rank, then those that wait longest for it.
-
-    Only the row's own rank where the row names no late rank.
-    """
-    column = next((name for name in phrases.LATE_RANK_COLUMNS if row.get(name) is not None), None)
-    if column is None:
-        return (int(row["rank"]),)
-    late = int(row[column])
-    waits = rows.drop_nulls([column, "rank", "dur_ns"]).filter(pl.col(column) == late, pl.col("rank") != late)
-    longest = waits.group_by("rank").agg(pl.col("dur_ns").max()).sort("dur_ns", "rank", descending=[True, False])
-    return tuple(dict.fromkeys([late, int(row["rank"]), *longest["rank"].head(MAX_WAITING).to_list()]))
 
 
 def selected_row(rows: pl.DataFrame, selection: str) -> Mapping[str, Any] | None:
@@ -73,4 +52,4 @@ def table(entry: RunEntry, rows: pl.DataFrame, cells: pl.DataFrame, *, key: str)
     row = selected_row(rows, selection)
     label = "Show in the timeline" if row is None else f"Show {name(row)} in the timeline"
     if place.button(label, key=f"{key}-show", disabled=row is None, help="Select a row of the table first") and row:
-        show(entry, row, ranks=leading_ranks(rows, row))
+        show(entry, row, ranks=quoted_moment.leading_ranks(rows, row))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dashboard import remote_catalog, settings
+from dashboard.background_checks import BackgroundChecks
 from dashboard.run_entry import (
     LIVE_S,
     SETTLED_S,
@@ -63,6 +64,7 @@ class Catalog:
     def __init__(self, paths: Iterable[str], clock_s: Callable[[], float] = time.monotonic) -> None:
         """Take the paths; nothing is listed yet."""
         self._paths, self._clock_s = tuple(paths), clock_s
+        self.checks = BackgroundChecks()
         self._lock = threading.Lock()
         self._last: Listing | None = None
         self._until_s = 0.0
@@ -72,11 +74,16 @@ class Catalog:
         with self._lock:
             began_s = self._clock_s()
             if self._last is None or began_s >= self._until_s:
-                self._last = list_runs(self._paths)
+                self._last = self._with_errors(list_runs(self._paths))
                 ended_s = self._clock_s()
                 least_s = REMOTE_LISTING_TTL_S if any(map(object_storage.is_url, self._paths)) else LISTING_TTL_S
                 self._until_s = ended_s + max(least_s, _TTL_FACTOR * (ended_s - began_s))
             return self._last
+
+    def _with_errors(self, listing: Listing) -> Listing:
+        errors = self.checks.errors
+        entries = (replace(entry, check_error=errors.get(entry.stamp, "")) for entry in listing.entries)
+        return replace(listing, entries=tuple(entries)) if errors else listing
 
     def forget(self) -> None:
         """Let the next call list again."""
@@ -130,6 +137,7 @@ def entry(name: str, path: Path, roots: tuple[str, ...], *, is_private: bool = F
         stamp=_stamp(path, state),
         files=len(traces),
         snapshots=0 if link_outside(state, roots) else len(snapshots),
+        has_snapshots=bool(pickles),
         size_bytes=sum(file.size_bytes for file in traces or snapshots),
         strategy=manifest.strategy or "",
         model=manifest.model.name,

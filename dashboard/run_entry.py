@@ -23,6 +23,8 @@ class RunEntry:
     files: int = 0
     snapshots: int = 0
     """Memory snapshots of a run without traces: only the page Memory shows them."""
+    has_snapshots: bool = False
+    """Whether it has memory snapshots, next to traces or alone."""
     size_bytes: int = 0
     strategy: str = ""
     model: str = ""
@@ -39,6 +41,8 @@ class RunEntry:
     """Whether it was uploaded: only that session sees it, and nothing of it is cached on disk."""
     roots: tuple[str, ...] = ()
     """The real paths that its files may be in."""
+    check_error: str = ""
+    """Why its check in the background failed."""
     summary: Summary | None = None
     """The summary of its check; None if its current files were not checked."""
 

@@ -10,37 +10,40 @@ from urllib.parse import quote
 import polars as pl
 
 from dashboard.run_entry import RunEntry
-from tracekit.model import escaping
+from tracekit.model import escaping, units
 from tracekit.rules.rule import Severity
 
-UNCHECKED, GOOD, BROKEN, QUALITY_ISSUES = "not checked", "good", "cannot be opened", "data-quality issues"
+UNCHECKED, GOOD, BROKEN, QUALITY_ISSUES = "not checked", "good", "cannot be opened", "data issues"
+FAILED = "check failed"
 CANNOT_JUDGE = "cannot judge"
 SNAPSHOT = "memory snapshot"
 NO_TRACE_YET = "no trace yet"
 SEVERITIES = tuple(severity.label for severity in sorted(Severity)[::-1])
-VERDICTS = (*SEVERITIES, GOOD, CANNOT_JUDGE, QUALITY_ISSUES, UNCHECKED, SNAPSHOT, NO_TRACE_YET, BROKEN)
+VERDICTS = (*SEVERITIES, GOOD, CANNOT_JUDGE, QUALITY_ISSUES, UNCHECKED, FAILED, SNAPSHOT, NO_TRACE_YET, BROKEN)
 """The verdict of a run: the severity of its worst finding, data quality aside, or why there is none."""
 UNKNOWN = "unknown"
 DAY_S = 86_400
 PERIODS = {"any time": None, "last day": DAY_S, "last week": 7 * DAY_S, "last month": 30 * DAY_S}
 COLUMNS = {
-    "run": pl.String, "open": pl.String, "verdict": pl.List(pl.String), "now": pl.String, "step_ns": pl.Float64,
-    "steps": pl.List(pl.Float64), "exposed": pl.Float64, "saving": pl.Float64, "costliest finding": pl.String,
-    "recorded": pl.Datetime("us", "UTC"), "strategy": pl.String, "model": pl.String, "ranks": pl.Int64,
+    "run": pl.String, "verdict": pl.List(pl.String), "saving": pl.Float64, "step_ns": pl.Float64,
+    "recorded": pl.Datetime("us", "UTC"), "costliest finding": pl.String, "open": pl.String, "now": pl.String,
+    "steps": pl.List(pl.Float64), "exposed": pl.Float64, "strategy": pl.String, "model": pl.String, "ranks": pl.Int64,
     "size": pl.Float64, "problem": pl.String,
 }  # fmt: skip
+"""The columns from the left: those that answer the page's question are visible in a narrow window."""
+LARGEST_SAVING = "largest potential saving first"
 ORDERS: Mapping[str, tuple[Callable[[RunEntry], Any], bool]] = {
+    LARGEST_SAVING: (lambda entry: entry.summary and (entry.summary.impact, _weight(entry)), True),
     "name": (lambda entry: entry.name, False),
     "newest first": (lambda entry: entry.created_ns, True),
     "slowest step first": (lambda entry: entry.summary and entry.summary.step_time_ns, True),
     "worst verdict first": (lambda entry: _weight(entry), True),
-    "largest potential saving first": (lambda entry: entry.summary and entry.summary.impact, True),
     "most exposed communication first": (lambda run: run.summary and run.summary.exposed_communication_ratio, True),
     "strategy": (lambda entry: entry.strategy or None, False),
     "model": (lambda entry: entry.model or None, False),
     "largest first": (lambda entry: entry.size_bytes, True),
 }
-"""Orders of the list: the sort key, and whether the largest comes first. The catalog is sorted by name."""
+"""Orders of the list, the usual one first: the sort key, and whether the largest comes first."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ def verdict(entry: RunEntry) -> str:
     if entry.problem:
         return NO_TRACE_YET if entry.is_live and not entry.files else BROKEN
     if entry.summary is None:
-        return UNCHECKED
+        return FAILED if entry.check_error else UNCHECKED
     worst = next((label for label in SEVERITIES if entry.summary.findings.get(label)), None)
     if entry.summary.is_doubtful:
         return CANNOT_JUDGE
@@ -72,16 +75,13 @@ def verdict(entry: RunEntry) -> str:
     return worst or GOOD
 
 
-def chips(entry: RunEntry) -> list[str]:
-    """Return the verdict as counts ("1 error", "3 warnings"), or as one word."""
-    summary = entry.summary
-    if entry.problem or summary is None:
-        return [verdict(entry)]
-    counts = {label: number for label in SEVERITIES if (number := summary.findings.get(label, 0))}
-    texts = [f"{number} {label}{'s' if number > 1 and label != 'info' else ''}" for label, number in counts.items()]
-    if not counts.get("error") and not counts.get("warning"):
-        texts = [CANNOT_JUDGE if summary.is_doubtful else GOOD, *texts]
-    return [*texts, QUALITY_ISSUES] if summary.quality_issues else texts
+def chip(entry: RunEntry) -> str:
+    """Return the verdict in a few words: how many findings have the worst severity, or why there is none."""
+    word = verdict(entry)
+    if word == Severity.INFO.label:
+        return GOOD
+    count = entry.summary.findings.get(word, 0) if entry.summary else 0
+    return units.count(count, word) if count else word
 
 
 def filter_runs(entries: Sequence[RunEntry], run_filter: RunFilter) -> list[RunEntry]:
@@ -112,20 +112,20 @@ def _row(entry: RunEntry) -> tuple[Any, ...]:
     summary, page = entry.summary, page_of(entry)
     return (
         escaping.inert(entry.name),
-        f"./{page}?run={quote(entry.name, safe='')}" if page is not None else None,
-        chips(entry),
-        "live" if entry.is_live else None,
+        [chip(entry)],
+        _percent(summary and summary.impact),
         summary.step_time_ns if summary and summary.step_time_ns else None,
+        datetime.fromtimestamp(entry.created_ns / 1e9, UTC) if _is_date(entry.created_ns) else None,
+        (summary and summary.costliest) or None,
+        f"./{page}?run={quote(entry.name, safe='')}" if page is not None else None,
+        "live" if entry.is_live else None,
         [ns / 1e6 for ns in summary.steps_ns] if summary and summary.steps_ns else None,
         _percent(summary and summary.exposed_communication_ratio),
-        _percent(summary and summary.impact),
-        (summary and summary.costliest) or None,
-        datetime.fromtimestamp(entry.created_ns / 1e9, UTC) if _is_date(entry.created_ns) else None,
         _text(entry.strategy),
         _text(entry.model),
         _ranks(entry),
         entry.size_bytes / 2**20,
-        None if entry.snapshots else _text(entry.problem, 300),
+        None if entry.snapshots else _text(entry.problem or entry.check_error, 300),
     )
 
 

@@ -232,4 +232,4 @@ _HEADLINES = {
     ROOFLINE: _roofline_headline,
 }
 
-PAGE = Page.described_by(__doc__, "kernels", show, Needs.WORK, headline=_headline)
+PAGE = Page.described_by(__doc__, "kernels", show, Needs.WORK, families=("HOST", "COMP"), headline=_headline)

@@ -264,6 +264,7 @@ def _save_totals(by_save: pl.DataFrame, clocks: pl.DataFrame) -> None:
 PAGE = Page.described_by(
     __doc__,
     "memory",
+    families=("MEM", "CKPT"),
     tabs=(
         Tab("memory", show, headlines.memory),
         Tab("checkpoints", show_checkpoints, headlines.checkpoints, lack_of(tables.SAVES, HOW_TO_RECORD_SAVES)),

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import streamlit as st
 
-from dashboard import crashes, opening, run_store, sharing, widgets
+from dashboard import crashes, findings, opening, run_store, sharing, widgets
 from dashboard.components.share import control
 from dashboard.run_catalog import Catalog
 from dashboard.run_entry import RunEntry
@@ -83,6 +83,8 @@ class Page:
     """Whether the page refreshes itself while the run is being recorded."""
     show_snapshots: Callable[[RunEntry], None] | None = None
     """Draws a run that has memory snapshots and no traces; other pages show the entry's problem."""
+    families: tuple[str, ...] = ()
+    """Rules whose findings it shows, by the letters of their codes: the menu has the cost of the costliest one."""
     headline: Callable[[Any], Headline | None] | None = None
     """Returns the sentence that answers the page's question, of what `show` is called with.
 
@@ -96,6 +98,27 @@ class Page:
         """Return the page whose title and summary are the docstring of its module: "Title: summary."."""
         title, _, summary = " ".join((doc or "").split()).rstrip(".").partition(": ")
         return cls(title, address, summary, *more, **options)
+
+    def cost_ratio(self, entry: RunEntry) -> float:
+        """Cost of the costliest finding on this page, as a share of the step; 0 where the run was not checked."""
+        impacts = entry.summary.impacts if entry.summary else {}
+        return max((impact for code, impact in impacts.items() if findings.family(code) in self.families), default=0.0)
+
+    def lack(self, entry: RunEntry, listed_runs: int) -> str:
+        """Return in few words why a run has nothing for this page, as far as that is known before it is opened."""
+        if self.needs is Needs.SEVERAL:
+            return "" if listed_runs > 1 else "one run"
+        if self.needs in (Needs.CATALOG, Needs.ENTRY):
+            return ""
+        if entry.snapshots:
+            return "" if self.show_snapshots else "no trace"
+        if entry.problem:
+            return "no trace"
+        if self.needs is Needs.WORK and entry.summary and not entry.summary.has_work:
+            return "no work"
+        if self.show_snapshots and entry.summary and not entry.summary.has_memory and not entry.has_snapshots:
+            return "no data"
+        return ""
 
     def open(self, selection: Selection) -> None:
         """Show the page, or say why the selection cannot be shown, and offer to share it. Raises TracekitError."""

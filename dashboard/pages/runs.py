@@ -8,26 +8,24 @@ import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
 from dashboard import crashes, many_runs, run_store, runs_table, sharing, widgets
+from dashboard.background_checks import Progress
 from dashboard.pages.page import ALL_RUNS, Needs, Page, Selection
 from dashboard.run_catalog import Catalog
 from dashboard.run_entry import RunEntry
 from dashboard.runs_table import RunFilter
 from dashboard.sections import trends
 from dashboard.url_state import bind, bind_number, bind_several, bind_text
-from tracekit.errors import RuleError, TracekitError
 from tracekit.model import escaping, units
 from tracekit.report import charts
 from tracekit.report.headlines import Headline
 
 ROW_PX = 35
 MAX_HEIGHT_PX = 740
-CELL_PX, CHIP_PX, CHARACTER_PX = 20, 22, 7
-"""The width of a cell around its chips, of a chip around its text, and of a character of it."""
 MAX_NAME = 60
 MAX_SKIPPED = 200
-_POLL_S = 0.5
 TABLE, CHARTS, TRENDS = "table", "charts", "trends"
 VIEWS = {TABLE: "Table", CHARTS: "Charts", TRENDS: "Trends"}
+_SELECTED = "selected_runs"
 VIEW = "view"
 """The view's parameter in the address."""
 # Chips have white text, which needs darker colours than those of figures.
@@ -62,7 +60,7 @@ def _list(catalog: Catalog, views: Mapping[str, str]) -> None:
     count = f"{len(matching):,} of {len(entries):,} shown" if len(matching) < len(entries) else f"{len(entries):,}"
     with title.container():
         widgets.title("Runs", count)
-        widgets.headline(_headline(entries))
+        widgets.headline(_headline(entries, catalog.checks.progress))
     if not matching:
         st.info("No run matches. Remove a filter or shorten the search text.")
         return
@@ -72,8 +70,7 @@ def _list(catalog: Catalog, views: Mapping[str, str]) -> None:
     if view == TABLE:
         _actions(matching, _table(matching), catalog)
     else:
-        if any(entry.summary is None and not entry.problem for entry in matching):
-            _check_button(matching, catalog, st.columns([1, 3])[0])
+        _check_button(matching, catalog, st.columns([1, 3])[0])
         many_runs.show(matching)
     _live([entry for entry in matching if entry.is_live])
 
@@ -84,13 +81,13 @@ def _show_skipped(folders: Sequence[str]) -> None:
             st.code("\n".join(escaping.inert(text) for text in folders[:MAX_SKIPPED]), language=None)
 
 
-def _headline(entries: Sequence[RunEntry]) -> Headline:
+def _headline(entries: Sequence[RunEntry], progress: Progress) -> Headline:
     """Sentence on the run that loses most, and on how many are not checked."""
     checked = [entry for entry in entries if entry.summary is not None]
-    unchecked = sum(entry.summary is None and not entry.problem for entry in entries)
-    more = (
-        f"{unchecked} of {len(entries):,} runs {'is' if unchecked == 1 else 'are'} not checked yet" if unchecked else ""
-    )
+    unchecked = sum(runs_table.verdict(entry) == runs_table.UNCHECKED for entry in entries)
+    more = f"{len(checked):,} of {units.count(len(checked) + unchecked, 'run')} checked" if unchecked else ""
+    if more and progress.current:
+        more += f"; {escaping.inert(progress.current, MAX_NAME)} is being checked"
     costliest = max(checked, key=lambda entry: entry.summary.impact if entry.summary else 0.0, default=None)
     if costliest is None or costliest.summary is None:
         return Headline(more or "No run can be opened")
@@ -149,9 +146,12 @@ def _step_range(entries: Sequence[RunEntry]) -> tuple[float, float] | None:
 def _table(entries: Sequence[RunEntry]) -> list[RunEntry]:
     """Show the runs and return those selected."""
     table = runs_table.table(entries)
-    divisor, unit = widgets.time_unit(table.select(pl.col("step_ns").fill_null(0).max()).item())
-    chips = sorted({chip for cell in table["verdict"].to_list() for chip in cell})
-    widest = max(sum(CHIP_PX + CHARACTER_PX * len(chip) for chip in cell) for cell in table["verdict"].to_list())
+    divisor, unit = widgets.time_unit(table.select(pl.col("step_ns").median().fill_null(0)).item())
+    chips = table["verdict"].explode().unique().sort().to_list()
+    key = f"runs-{hash(tuple(entry.name for entry in entries))}"  # rows are selected by their number
+    # Rows move as results of checks arrive: those that are selected stay selected.
+    selected_names = st.session_state.get(_SELECTED, ())
+    selected_rows = [row for row, entry in enumerate(entries) if entry.name in selected_names]
     config = st.column_config
     event = st.dataframe(
         table.with_columns(pl.col("step_ns") / divisor),
@@ -160,25 +160,34 @@ def _table(entries: Sequence[RunEntry]) -> list[RunEntry]:
         on_select="rerun",
         selection_mode="multi-row",
         column_config={
-            "run": config.TextColumn(width="medium"),  # pinned, Streamlit would write it in grey
+            # In a narrow window, all columns up to the costliest finding are visible.
+            "run": config.TextColumn(width=120),  # pinned, Streamlit would write it in grey
             "open": config.LinkColumn(display_text="open", help="Opens the run in a new tab"),
-            "verdict": config.MultiselectColumn(
-                width=max(widest + CELL_PX, 120), options=chips, color=[_colour(c) for c in chips]
-            ),
-            "step_ns": config.NumberColumn("step time", format=f"%.2f {unit}"),
+            "verdict": config.MultiselectColumn(width=104, options=chips, color=[_colour(c) for c in chips]),
+            "step_ns": config.NumberColumn("step time", width=80, format=f"%.{2 if unit == 's' else 1}f {unit}"),
             "steps": config.LineChartColumn("steps", width="small", y_min=0, color=charts.COLOURS["compute"]),
             "exposed": config.NumberColumn(format="%.1f%%", help="Share of the time in exposed communication"),
             "saving": config.NumberColumn(
-                format="%.1f%%", help="Potential saving: cost of the most expensive finding, as a share of the step"
+                width=62,
+                format="%.1f%%",
+                help="Potential saving: cost of the most expensive finding, as a share of the step",
             ),
             "costliest finding": config.TextColumn(width="large"),
-            "recorded": config.DatetimeColumn("recorded", format="YYYY-MM-DD HH:mm", timezone="UTC"),
+            "recorded": config.DatetimeColumn("recorded", width=84, format=_date_format(table), timezone="UTC"),
             "size": config.NumberColumn(format="%.2f MiB"),
         },
         height=min(ROW_PX * (len(entries) + 1) + 3, MAX_HEIGHT_PX),
-        key=f"runs-{hash(tuple(entry.name for entry in entries))}",  # rows are selected by their number
+        selection_default={"selection": {"rows": selected_rows}},
+        key=key,
     )
-    return [entries[row] for row in event["selection"]["rows"] if row < len(entries)]
+    selected = [entries[row] for row in event["selection"]["rows"] if row < len(entries)]
+    st.session_state[_SELECTED] = [entry.name for entry in selected]
+    return selected
+
+
+def _date_format(table: pl.DataFrame) -> str:
+    """Short format of dates: with the time where all runs are of one year, else with the year."""
+    return "MMM DD HH:mm" if table["recorded"].drop_nulls().dt.year().n_unique() < 2 else "YYYY-MM-DD"
 
 
 def _colour(chip: str) -> str:
@@ -188,51 +197,34 @@ def _colour(chip: str) -> str:
 def _actions(listed: Sequence[RunEntry], selected: Sequence[RunEntry], catalog: Catalog) -> None:
     columns = st.columns([1, 1, 1, 3])
     if columns[0].button("Open this run", type="primary", disabled=len(selected) != 1, width="stretch"):
+        st.session_state.pop(_SELECTED)
         widgets.go_to(runs_table.page_of(selected[0]) or "diagnosis", run=selected[0].name)
     if columns[1].button(
         f"Compare {len(selected)}" if len(selected) > 1 else "Compare",
         disabled=not 2 <= len(selected) <= 1 + widgets.MAX_COMPARED,
         width="stretch",
     ):
-        names = [entry.name for entry in selected]
+        st.session_state.pop(_SELECTED)
+        # The oldest run is the reference, in whichever order the list is.
+        by_age = sorted(selected, key=lambda entry: (entry.created_ns or 0, entry.name))
+        names = [entry.name for entry in by_age]
         widgets.go_to("compare", run=names[0], compare=names[1:])
     _check_button(selected or listed, catalog, columns[2])
     columns[3].caption(
-        "Select a run by its check box to open it, or several to compare them. A check reads the traces once; its "
-        "findings are cached until the traces change."
+        "Select a run by its check box to open it, or several to compare them. Runs are checked while this page is "
+        "open; the findings are stored until the traces change."
     )
 
 
 def _check_button(entries: Sequence[RunEntry], catalog: Catalog, place: DeltaGenerator) -> None:
-    """Offer to check the runs that are not checked."""
-    unchecked = [entry for entry in entries if entry.summary is None and not entry.problem]
-    text = f"Check {units.count(len(unchecked), 'run')}" if unchecked else "All runs are checked"
-    if place.button(text, disabled=not unchecked, width="stretch"):
-        _check(unchecked)
+    """Offer to check the runs that the background leaves out: large ones, those behind a URL, and those that failed."""
+    unchecked = [
+        entry for entry in entries if entry.summary is None and not entry.problem and not catalog.checks.is_due(entry)
+    ]
+    if unchecked and place.button(f"Check {units.count(len(unchecked), 'run')}", width="stretch"):
+        catalog.checks.request(unchecked)
         catalog.forget()
         st.rerun()
-    for message in st.session_state.pop("check_failed", ()):
-        widgets.problem(message)
-
-
-def _check(unchecked: Sequence[RunEntry]) -> None:
-    """Check runs one after the other; errors are shown after the page has been rerun."""
-    failed: list[str] = []
-    bar = st.progress(0.0)
-    for number, entry in enumerate(unchecked):
-        name = f"{number + 1} of {len(unchecked)}: {widgets.plain(entry.name)}"
-        bar.progress(number / len(unchecked), name)
-        check = run_store.start_check(entry)
-        while not check.has_ended(_POLL_S):  # each update lets a person leave the page
-            done = number + check.read_traces / max(check.traces, 1)
-            traces = f", {check.read_traces} of {check.traces} traces read" if check.traces > 1 else ""
-            bar.progress(min(done / len(unchecked), 1.0), name + traces)
-        try:
-            check.result()
-        except (TracekitError, RuleError) as error:
-            failed.append(f"{entry.name}: {error}")
-    bar.empty()
-    st.session_state["check_failed"] = failed
 
 
 def _live(recording: Sequence[RunEntry]) -> None:

@@ -24,7 +24,7 @@ from dashboard.url_state import bind_flag
 from tracekit.errors import RuleError, TracekitError
 from tracekit.model import escaping, units
 from tracekit.model.intervals import Window
-from tracekit.report import headlines, phrases, shared_view
+from tracekit.report import headlines, phrases, quoted_moment, shared_view
 from tracekit.report import timeline as tiles
 from tracekit.report.timeline_view import message
 from tracekit.report.timeline_view.embedding import Embedded
@@ -38,9 +38,9 @@ NO_FINDING = "none (the top track marks all of them)"
 FIRST_PIXELS = 1200
 MAX_PIXELS = 8000
 MAX_ROWS = 200
+_ALIKE_RATIO = 0.5
+"""The least share of time that a slice and the moment that it is selected for have in common."""
 SHORT_NAMES = {"dp_replicate": "repl", "dp_shard": "shard", "dp_shard_of_experts": "shard_e"}
-_CONTEXT_RATIO = 1.5  # of a moment's duration, shown on both sides
-_CONTEXT_NS = 2_000
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Jump:
     """Where the timeline goes: a part of the run in ns from its start, a track to scroll to, a finding.
 
     `ranks` are placed at the top, in this order. Several are folded, so that they can be compared; of one, the track is
-    opened.
+    opened. `selected` is the slice to select.
     """
 
     start_ns: int
@@ -56,11 +56,12 @@ class Jump:
     track: int | None = None
     finding: str | None = None
     ranks: tuple[int, ...] = ()
+    selected: Mapping[str, Any] | None = None
 
     def message(self, nonce: str) -> dict[str, Any]:
         """Return the message to the browser, which obeys each `nonce` once."""
         span = {"start": self.start_ns, "end": self.end_ns}
-        place = {"track": self.track, "finding": self.finding, "ranks": self.ranks}
+        place = {"track": self.track, "finding": self.finding, "ranks": self.ranks, "selected": self.selected}
         return {**span, **place, "nonce": nonce}
 
 
@@ -237,9 +238,9 @@ def _wanted_ranks(entry: RunEntry, run: OpenRun, window: int) -> list[int]:
         return ranks
     st.session_state[seen] = name
     for key, finding in findings.by_key(run.report.findings).items():
-        row = moments.quoted_row(finding)
+        row = quoted_moment.quoted_row(finding)
         if name in (key, finding.id) and row is not None:
-            ranks += [int(row["rank"]), *moments.leading_ranks(finding.evidence, row)]
+            ranks += [int(row["rank"]), *quoted_moment.leading_ranks(finding.evidence, row)]
     return ranks
 
 
@@ -314,11 +315,11 @@ def _moment(opened: OpenTimeline, by_key: Findings, key: str) -> Jump | None:
     """Return the way to the moment that a finding quotes, else to that of the first evidence in this window."""
     evidence = by_key[key].evidence
     in_window = evidence.filter(pl.col("window") == opened.window) if "window" in evidence.columns else evidence
-    row = moments.quoted_row(replace(by_key[key], evidence=in_window))
+    row = quoted_moment.quoted_row(replace(by_key[key], evidence=in_window))
     if row is None:
         widgets.caption(f"The evidence of this finding is outside of window {opened.window}.")
         return None
-    ranks, is_of_host = moments.leading_ranks(evidence, row), findings.is_of_host(by_key[key])
+    ranks, is_of_host = quoted_moment.leading_ranks(evidence, row), findings.is_of_host(by_key[key])
     return _at(opened, pl.DataFrame([row]), ranks, key=key, is_of_host=is_of_host)
 
 
@@ -328,15 +329,30 @@ def _at(opened: OpenTimeline, row: pl.DataFrame, ranks: tuple[int, ...], *, key:
     if spans.is_empty():
         return None
     rank, begin_ns, last_ns, lane = spans.select("rank", "start_ns", "end_ns", "lane").row(0)
-    around_ns = max(int((last_ns - begin_ns) * _CONTEXT_RATIO), _CONTEXT_NS)
+    around_ns = quoted_moment.context_ns(last_ns - begin_ns)
     origin_ns, end_ns = opened.scene.span
     start_ns, past_ns = max(begin_ns - around_ns, origin_ns), min(last_ns + around_ns, end_ns)
     track = _host_track(opened, rank, (begin_ns, last_ns)) if is_of_host else None
+    tracks = opened.scene.tracks.filter(pl.col("rank") == rank)
+    of_lane = tracks.filter(pl.col("lane") == pl.lit(lane, pl.Int64))
+    selected = _slice_of_moment(opened, (of_lane if of_lane.height else tracks)["track"].to_list(), (begin_ns, last_ns))
     if track is None and not ranks[1:]:  # several are folded
-        tracks = opened.scene.tracks.filter(pl.col("rank") == rank)
-        of_lane = tracks.filter(pl.col("lane") == pl.lit(lane, pl.Int64))
         track = (of_lane if of_lane.height else tracks)["track"].first()
-    return Jump(start_ns - origin_ns, past_ns - origin_ns, track, key, ranks)
+    return Jump(start_ns - origin_ns, past_ns - origin_ns, track, key, ranks, selected)
+
+
+def _slice_of_moment(opened: OpenTimeline, tracks: Sequence[int], span: Window) -> Mapping[str, Any] | None:
+    """Slice whose time is most like a span, as the browser selects it; None where none shares half of its time."""
+    begin_ns, end_ns = span
+    end_of_slice_ns = pl.col("start_ns") + pl.col("dur_ns")
+    shared_ns = pl.min_horizontal(end_of_slice_ns, end_ns) - pl.max_horizontal("start_ns", begin_ns)
+    all_ns = pl.max_horizontal(end_of_slice_ns, end_ns) - pl.min_horizontal("start_ns", begin_ns)
+    slices = tiles.view(opened.scene, span, FIRST_PIXELS, tracks).drop_nulls("id")
+    alike = slices.with_columns(ratio=shared_ns / all_ns).filter(pl.col("ratio") >= _ALIKE_RATIO)
+    if alike.is_empty():
+        return None
+    track, slice_id = alike.sort("ratio", descending=True).select("track", "id").row(0)
+    return message.slice_place(opened.scene, int(track), int(slice_id))
 
 
 def _host_track(opened: OpenTimeline, rank: int, span: Window) -> int | None:

@@ -173,16 +173,7 @@ def is_checked_soon(entry: RunEntry) -> bool:
 def check(entry: RunEntry) -> None:
     """Check a run and cache its report without keeping the run open. Raises TracekitError."""
     refuse_links(entry)
-    check = first_opening.under_way(_check_key(entry))
-    on_progress = check and check.on_progress
-    report_cache.report(
-        entry.path, facts=_FACTS, surveys=_RUN_FACTS, settings=settings.read_settings(), on_progress=on_progress
-    )
-
-
-def start_check(entry: RunEntry) -> FirstOpening[None]:
-    """Return the check of a run, which runs in a thread."""
-    return first_opening.start(_check_key(entry), lambda: check(entry))
+    report_cache.report(entry.path, facts=_FACTS, surveys=_RUN_FACTS, settings=settings.read_settings())
 
 
 @cached_per_run(max_entries=MAX_LOADED_RUNS)
@@ -268,10 +259,6 @@ def _watch(path: str) -> tuple[Watch, Any]:
 
 def _opening_key(entry: RunEntry) -> Hashable:
     return "open", entry.path, stamp_seen(entry)
-
-
-def _check_key(entry: RunEntry) -> Hashable:
-    return "check", entry.path, entry.stamp
 
 
 @cached_per_run(max_entries=MAX_OPEN_RUNS)

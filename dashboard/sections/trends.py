@@ -10,7 +10,7 @@ from dashboard import widgets
 from dashboard.run_store import regression
 from dashboard.run_store.regression import Group, Series
 from tracekit.errors import TracekitError
-from tracekit.model import escaping
+from tracekit.model import escaping, units
 from tracekit.report import headlines
 from tracekit.report import history as history_text
 from tracekit.report.charts import many_runs
@@ -18,6 +18,8 @@ from tracekit.report.comparison import label
 from tracekit.report.headlines import Headline
 
 MAX_DRAWN = 4
+MIN_RUNS = 3
+"""Fewer runs show no change, and are no proof that nothing changed."""
 
 
 def show(path: Path) -> None:
@@ -47,6 +49,8 @@ def show(path: Path) -> None:
 
 
 def _headline(group: Group) -> Headline:
+    if group.runs.height < MIN_RUNS:
+        return Headline(f"{units.count(group.runs.height, 'run')} of {MIN_RUNS} that a change of level needs at least")
     changed = [series for series in group.series if series.shifts or series.drifts]
     runs = f"{group.runs.height} runs"
     if not changed:

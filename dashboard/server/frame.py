@@ -5,7 +5,7 @@ Streamlit runs this file for each answer (`dashboard.server.app`).
 
 import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import streamlit as st
@@ -18,13 +18,15 @@ from dashboard.pages.page import ALL_RUNS, ONE_RUN, TOOLS, Needs, Page, Selectio
 from dashboard.run_catalog import Catalog
 from dashboard.run_entry import RunEntry
 from tracekit.errors import TracekitError, similar_names
-from tracekit.model import escaping
+from tracekit.model import escaping, units
 
 # A local file: Streamlit would fetch icons given by name from a network.
 ICON, _SCRIPT = (Path(__file__).with_name(name) for name in ("icon.svg", "page.js"))
 
 # How often a page checks for changes: while a run is being recorded, and otherwise.
 LIVE_REFRESH_S, REFRESH_S = 3.0, 10.0
+CHECK_REFRESH_S = 2.0
+"""The same while listed runs are checked."""
 _UPLOADED = "uploaded_stamp"
 MAX_NAME = 120
 
@@ -71,6 +73,7 @@ def main() -> None:
     st.set_page_config(page_title=" · ".join(escaping.inert(name, MAX_NAME) for name in names))
     downloads.name_files_by(runs[0].name if is_of_run else "")
     with st.sidebar:
+        st.html(_menu_notes(listed.values(), runs[0], len(entries)))
         _refresh_page(page, current, entries, selection)
         st.html(f"<script>{_SCRIPT.read_text(encoding='utf-8')}</script>", unsafe_allow_javascript=True)
     if unknown and page.needs is not Needs.CATALOG:
@@ -101,6 +104,20 @@ def _navigate(pages: dict[str, Page], links: dict[str, StreamlitPage]) -> Stream
         target, parameters = MOVED[current.url_path]
         url_state.open_address(links[target], {**parameters, **url_state.parameters()})
     return current
+
+
+def _menu_notes(pages: Iterable[Page], entry: RunEntry, listed_runs: int) -> str:
+    """Style of the menu: what the findings of a page cost, or, in grey, why the run has nothing for it."""
+    rules = []
+    for page in pages:
+        lack, cost_ratio = page.lack(entry, listed_runs), page.cost_ratio(entry)
+        note = lack or (units.share(cost_ratio) if cost_ratio else "")
+        path = "/" if page is DEFAULT else f"/{page.address}"
+        if note:
+            link = f'[data-testid="stSidebarNavLink"]:is([href$="{path}"], [href*="{path}?"])'
+            rules.append(f'{link}::after {{content: "{note}"}}')
+            rules += [f"{link} :is(span, p) {{color: light-dark(#5c6573, #a3adba)}}"] if lack else []
+    return f"<style>{' '.join(rules)}</style>"
 
 
 def _unknown_run(requested: str, current: RunEntry, entries: Sequence[RunEntry]) -> str:
@@ -143,13 +160,21 @@ def _explain(error: TracekitError, selection: Selection) -> None:
 def _refresh_page(page: Page, current: StreamlitPage, entries: Sequence[RunEntry], selection: Selection) -> None:
     catalog, entry = selection.catalog, selection.runs[0]
     if page.needs is Needs.CATALOG:
-        is_live = any(listed.is_live for listed in entries)
-        _refresh(current, lambda: catalog.listing().entries != entries, LIVE_REFRESH_S if is_live else REFRESH_S)
+        is_live, is_due = any(listed.is_live for listed in entries), any(map(catalog.checks.is_due, entries))
+        every_s = CHECK_REFRESH_S if is_due else LIVE_REFRESH_S if is_live else REFRESH_S
+        _refresh(current, lambda: _is_list_old(catalog, entries), every_s)
     elif page.follows_recording:
         is_live = entry.is_live or bool(entry.problem)
         _refresh(current, lambda: _has_changed(entry, catalog), LIVE_REFRESH_S if is_live else REFRESH_S)
     else:
         _refresh(current)
+
+
+def _is_list_old(catalog: Catalog, shown: Sequence[RunEntry]) -> bool:
+    """Whether other runs or other results are listed than those shown; runs are checked while a page asks this."""
+    entries = catalog.listing().entries
+    catalog.checks.watch(entries)
+    return entries != shown
 
 
 def _has_changed(seen: RunEntry, catalog: Catalog) -> bool:

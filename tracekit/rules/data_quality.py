@@ -222,6 +222,7 @@ class DoubtfulTrace(Rule):
             _unequal_iterations(run),
             run_snapshots.data_quality(run),
         ])  # fmt: skip
+        issues = _with_size_of_cut(issues, run)
         small = pl.col("kind").is_in(_MEASURED) & (pl.col("affected_ratio") < self.min_affected_ratio)
         for (kind,), rows in issues.filter(~small).group_by("kind", maintain_order=True):
             yield self._finding(run, str(kind), rows.sort("affected_ratio", descending=True, nulls_last=True))
@@ -247,6 +248,27 @@ def cause_order(finding: Finding) -> tuple[int, int]:
     """Key that sorts findings of this rule by severity, then those on files before what may follow from them."""
     kinds = list(_KINDS)
     return -finding.severity, kinds.index(finding.subject) if finding.subject in _KINDS else len(kinds)
+
+
+def _with_size_of_cut(issues: pl.DataFrame, run: Run) -> pl.DataFrame:
+    """Issues, of which those of truncated files begin with their size as a share of the whole files of other ranks.
+
+    Unchanged where no other rank has a whole file: a file alone does not show how much it lacks.
+    """
+    cut_ranks = issues.filter(kind="truncated")["rank"].drop_nulls().unique()
+    files = pl.DataFrame([(source.rank, source.size_bytes) for source in run.sources], ["rank", "bytes"], orient="row")
+    by_rank = files.group_by("rank").agg(pl.col("bytes").sum())  # of all windows
+    is_cut = pl.col("rank").is_in(cut_ranks.implode())
+    whole_bytes = by_rank.filter(~is_cut)["bytes"].median()
+    if cut_ranks.is_empty() or whole_bytes is None:
+        return issues
+    smaller = by_rank.filter(is_cut, pl.col("bytes") < whole_bytes)
+    percent = (100 * pl.col("bytes") / whole_bytes).round().cast(pl.Int64)
+    joined = issues.join(smaller.select("rank", percent=percent), on="rank", how="left", maintain_order="left")
+    begin = pl.format("Truncated at about {}% of the size of whole files: ", "percent")
+    is_known = (pl.col("kind") == "truncated") & pl.col("percent").is_not_null()
+    message = pl.when(is_known).then(begin + pl.col("message").str.strip_prefix("Truncated: ")).otherwise("message")
+    return joined.with_columns(message=message).drop("percent")
 
 
 def _measured_quality(run: Run) -> pl.DataFrame:

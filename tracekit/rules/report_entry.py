@@ -10,13 +10,15 @@ import shutil
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
 import polars as pl
 
+from tracekit.analysis.checkpoint import saves
+from tracekit.analysis.memory import allocations
 from tracekit.analysis.time import breakdown
 from tracekit.model import escaping
 from tracekit.model.run import Run
@@ -69,6 +71,12 @@ class Summary:
     """The code and the sentence of the finding that costs most."""
     is_doubtful: bool = False
     """Whether no finding is known because most of the data is doubtful, or no rule could judge the run."""
+    impacts: Mapping[str, float] = field(default_factory=dict)
+    """The largest share of the step that one finding of a rule costs, by its code; upper bounds aside."""
+    has_work: bool = True
+    """Whether the traces contain kernels, or operators on a CPU run."""
+    has_memory: bool = True
+    """Whether the traces contain memory events, or the run has saves of checkpoints."""
 
 
 def summarize(report: Report) -> Summary:
@@ -76,6 +84,11 @@ def summarize(report: Report) -> Summary:
     findings = [finding for finding in report.findings if not is_data_quality(finding.code)]
     issues = [issue for issue in report.findings if is_data_quality(issue.code) and issue.severity > Severity.INFO]
     steps, worst = breakdown.step_times(report.run), costliest(findings)
+    impacts: dict[str, float] = {}
+    for finding in findings:
+        if not finding.is_upper_bound:
+            impacts[finding.code] = max(finding.impact, impacts.get(finding.code, 0.0))
+    memory_tables = (report.run.table(allocations.peaks), report.run.table(saves.by_save))
     return Summary(
         {severity.label: sum(finding.severity is severity for finding in findings) for severity in Severity},
         len(issues),
@@ -86,6 +99,9 @@ def summarize(report: Report) -> Summary:
         worst.impact if worst else 0.0,
         escaping.inert(f"{worst.code}: {worst.sentence}", MAX_COSTLIEST) if worst else "",
         report.cannot_judge is not None or doubtful_data_issue(report.findings) is not None,
+        impacts,
+        not report.run.table(breakdown.by_rank).is_empty(),
+        not all(table.is_empty() for table in memory_tables),
     )
 
 

@@ -10,6 +10,7 @@ from dashboard import moments
 from tests.browser import recorded
 from tests.support.dashboard_pages import addressed_pages, component, html_of, page, runs  # noqa: F401  fixtures
 from tracekit.report import charts
+from tracekit.report.quoted_moment import leading_ranks
 
 SAMPLES = Path(__file__).parents[3] / "sample_traces"
 SLOW_RANK = SAMPLES / "faults" / "slow-rank"
@@ -74,10 +75,10 @@ EVIDENCE = pl.DataFrame(
 
 
 def test_the_late_rank_comes_before_those_that_wait_for_it_longest_first():
-    assert moments.leading_ranks(EVIDENCE, EVIDENCE.row(0, named=True)) == (1, 2, 3)
-    assert moments.leading_ranks(EVIDENCE, EVIDENCE.row(2, named=True)) == (7, 4)
-    assert moments.leading_ranks(EVIDENCE, EVIDENCE.row(3, named=True)) == (5,)
-    assert moments.leading_ranks(EVIDENCE.drop("late_rank"), EVIDENCE.drop("late_rank").row(0, named=True)) == (2,)
+    assert leading_ranks(EVIDENCE, EVIDENCE.row(0, named=True)) == (1, 2, 3)
+    assert leading_ranks(EVIDENCE, EVIDENCE.row(2, named=True)) == (7, 4)
+    assert leading_ranks(EVIDENCE, EVIDENCE.row(3, named=True)) == (5,)
+    assert leading_ranks(EVIDENCE.drop("late_rank"), EVIDENCE.drop("late_rank").row(0, named=True)) == (2,)
 
 
 def test_a_selected_row_of_evidence_names_its_moment_on_the_button(runs):  # noqa: F811

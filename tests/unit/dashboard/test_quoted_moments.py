@@ -1,5 +1,6 @@
 """From a finding to its moment: the timeline opens at the rank, step and time that the finding quotes."""
 
+import re
 from pathlib import Path
 
 import polars as pl
@@ -7,13 +8,15 @@ import pytest
 
 pytest.importorskip("streamlit")
 
-from dashboard import findings, moments, run_catalog, run_store
+from dashboard import findings, run_catalog, run_store
 from dashboard.components.timeline import timeline_store
 from dashboard.pages import timeline
+from dashboard.run_store import tables
 from tests.support.selection import others_in_accuracy
-from tracekit.report import phrases
+from tracekit.report import phrases, quoted_moment
 from tracekit.sync import alignment
 
+QUOTED = r'<i class="quoted" style="left:[\d.]+%;width:([\d.]+)%">'
 SAMPLES = Path(__file__).parents[3] / "sample_traces"
 FOLDERS = sorted({str(file.parent.relative_to(SAMPLES)) for file in SAMPLES.rglob("rank00000.pt.trace.json.gz")})
 
@@ -26,7 +29,7 @@ def test_each_finding_opens_the_moment_that_it_quotes(name):
     quoting = {key: finding for key, finding in by_key.items() if phrases.has_moment(finding)}
     assert quoting or not [found for found in by_key.values() if found.impact]
     for key, finding in quoting.items():
-        row = moments.quoted_row(finding)
+        row = quoted_moment.quoted_row(finding)
         window = row.get("window") or 0
         opened = timeline_store.open_timeline(entry, window, lambda *_: None, open_run=run)
         jump = timeline._moment(opened, {key: finding}, key)
@@ -47,3 +50,18 @@ def test_each_finding_opens_the_moment_that_it_quotes(name):
             assert track["role"] == "host" or not (findings.is_of_host(finding) and has_host), place
         else:
             assert jump.ranks[1:], place
+        if jump.selected is not None:
+            track = opened.scene.tracks.filter(track=jump.selected["track"]).row(0, named=True)
+            assert track["rank"] == row["rank"], place
+            begin_in_run_ns = begin_ns - origin_ns
+            shared_ns = min(jump.selected["start"] + jump.selected["dur"], begin_in_run_ns + row["dur_ns"])
+            shared_ns -= max(jump.selected["start"], begin_in_run_ns)
+            assert 2 * shared_ns >= row["dur_ns"], place
+        picture = quoted_moment.picture(finding, run.table(tables.BREAKDOWN_BY_STEP), run.table(tables.RUN_CLOCK))
+        assert re.findall(r"<b>rank (\d+)</b>", picture) == [str(rank) for rank in jump.ranks], place
+        shown_ns = row["dur_ns"] + 2 * quoted_moment.context_ns(row["dur_ns"])
+        (width,) = re.findall(QUOTED, picture)
+        assert float(width) == pytest.approx(100 * row["dur_ns"] / shown_ns, abs=0.001), place
+    if name == "faults/slow-rank":
+        straggler = next(key for key, finding in quoting.items() if finding.code == "RANK001")
+        assert timeline._moment(opened, quoting, straggler).selected["name"] == "gloo:all_gather"

@@ -108,12 +108,14 @@ class Panel {
 
   /** Show the selected slice: what the tile contains at once, and the rest when the server has answered. */
   showDetails(slice, details, arrows) {
-    this.isOfRange = false;
-    this.details.hidden = !slice;
+    this.setContent(slice ? "slice" : null);
     if (!slice) return;
     const close = make("button", { class: "close", "aria-label": "Close the details", onclick: () => this.timeline.clearSelection() }, "×");
     const [, ...known] = aboutSlice(this.timeline, slice);
-    const parts = [make("header", {}, make("h4", {}, slice.name), close), ...known.map((line) => make("p", {}, line))];
+    const { mark } = slice; // of the finding that the slice was selected for
+    const title = mark ? `${mark.severity} ${mark.finding}`.trim() : slice.name;
+    const finding = mark ? [make("p", {}, mark.title), make("h5", {}, slice.name)] : [];
+    const parts = [make("header", {}, make("h4", {}, title), close), ...finding, ...known.map((line) => make("p", {}, line))];
     if (slice.id === MERGED) {
       parts.push(make("button", { onclick: () => this.timeline.fit(slice) }, "Zoom in to see each of them"));
     } else if (!details) {
@@ -124,9 +126,15 @@ class Panel {
     this.details.replaceChildren(...parts);
   }
 
+  /** A slice or a finding stands beside the plot where there is room, a range with its wide tables below it. */
+  setContent(kind) {
+    this.isOfRange = kind === "range";
+    this.details.hidden = !kind;
+    this.details.classList.toggle("range", this.isOfRange);
+  }
+
   showFinding(mark) {
-    this.isOfRange = false;
-    this.details.hidden = false;
+    this.setContent("finding");
     const close = make("button", { class: "close", "aria-label": "Close the finding", onclick: () => this.timeline.clearSelection() }, "×");
     const place = mark.rank === null ? "" : `rank ${mark.rank} · `;
     const time = `${place}${durationText(mark.end - mark.start)} from ${this.timeline.moment(mark.start)}`;
@@ -135,8 +143,7 @@ class Panel {
   }
 
   showRange(range, totals) {
-    this.isOfRange = true;
-    this.details.hidden = false;
+    this.setContent("range");
     const close = make("button", { class: "close", "aria-label": "Close the range", onclick: () => this.timeline.clearSelection() }, "×");
     const title = `Range from ${this.timeline.moment(range.from)} to ${this.timeline.moment(range.to)} (${durationText(range.to - range.from)})`;
     const focused = this.details.getRootNode().activeElement;

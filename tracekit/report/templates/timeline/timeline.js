@@ -130,7 +130,8 @@ class Timeline {
     if (go.ranks?.length) this.lead(go.ranks);
     if (track) this.reveal(track);
     const mark = this.findings.find((mark) => mark.key === go.finding && mark.start < go.end && mark.end > go.start);
-    if (mark) this.panel.showFinding(mark);
+    if (go.selected) this.select({ kind: 0, count: 1, fill: 255, ...go.selected, mark });
+    else if (mark) this.panel.showFinding(mark);
     this.changed();
   }
 
