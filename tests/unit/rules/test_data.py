@@ -84,6 +84,20 @@ def test_issues_of_one_kind_are_one_finding_with_the_worst_first(wording):
     assert found.evidence["affected_ratio"].to_list() == [0.4, 0.2, 0.1]
 
 
+def test_a_truncated_file_has_its_size_as_a_share_of_the_whole_files_of_other_ranks(tmp_path):
+    sample = Path(__file__).parents[3] / "sample_traces" / "faults" / "slow-rank"
+    first, second = sorted(sample.glob("rank*.pt.trace.json.gz"))
+    whole, content = second.read_bytes(), first.read_bytes()
+    cut = content[: len(content) * 4 // 5]
+    (tmp_path / first.name).write_bytes(cut)
+    alone = judge(tracekit.load(str(tmp_path)))["truncated"]
+    (tmp_path / second.name).write_bytes(whole)
+    beside_another = judge(tracekit.load(str(tmp_path)))["truncated"]
+    share = f"{round(100 * len(cut) / len(whole))}%"
+    assert share in beside_another.sentence
+    assert share not in alone.message
+
+
 def test_a_sound_trace_has_no_issues():
     assert of_trace(drawn_traces.trace(HIDDEN)) == {}
 
