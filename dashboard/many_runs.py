@@ -42,7 +42,7 @@ def show(entries: Sequence[RunEntry]) -> None:
     runs = _read(newest)
     _left_out(sum(not entry.problem for entry in entries), len(checked), len(newest), len(runs))
     if not runs:
-        widgets.info("None of these runs is checked yet. The charts show checked runs: press Check above.")
+        widgets.info("None of these runs is checked yet. The charts show each run when its check has ended.")
         return
     keys = _keys(runs)
     group_column, metrics_column = st.columns([1, 2])

@@ -141,8 +141,10 @@ def host_silences(trace: Trace) -> pl.DataFrame:
         # The innermost op that computes during each silence.
         ops = trace_columns.spans(trace)
         waits = trace_columns.is_named(trace, host_state.SYNCHRONIZING)
-        computes = np.flatnonzero(trace_columns.is_named(trace, _COMPUTES) & ~waits)
-        computes = computes[np.argsort(ops[computes, 1] - ops[computes, 0], kind="stable")]
+        dur_ns = ops[:, 1] - ops[:, 0]
+        is_long = dur_ns >= _MIN_SILENCE_NS  # a shorter one is around no silence
+        computes = np.flatnonzero(trace_columns.is_named(trace, _COMPUTES) & ~waits & is_long)
+        computes = computes[np.argsort(dur_ns[computes], kind="stable")]
         for index, (start_ns, end_ns) in enumerate(zip(start.tolist(), end.tolist(), strict=True)):
             around = computes[(ops[computes, 0] <= start_ns) & (ops[computes, 1] >= end_ns)]
             names[index] = trace.ops["name"][int(around[0])] if len(around) else None
