@@ -19,14 +19,16 @@ def advice(plan: CheckpointPlan, interval_s: float, mtbf_s: float | None = None)
         if interval_s < plan.guided_interval_seconds:
             return f"{text}: save every {units.long_duration(plan.guided_interval_seconds)} or less often."
         return f"{text}."
-    best = units.long_duration(plan.best_interval_seconds)
-    text = f"Save every {best}"
+    text = f"Save every {units.long_duration(plan.best_interval_seconds)}"
     if plan.goodput_ratio is not None and plan.best_goodput_ratio is not None:
-        if plan.best_goodput_ratio - plan.goodput_ratio <= NEAR_RATIO:
-            text = f"Save every {every}"
-        text += f": {units.share(1 - plan.best_goodput_ratio)} of the time is lost to saves and failures"
-        if plan.best_goodput_ratio - plan.goodput_ratio > NEAR_RATIO:
-            text += f" then, and {units.share(1 - plan.goodput_ratio)} with one every {every}"
+        is_near = plan.best_goodput_ratio - plan.goodput_ratio <= NEAR_RATIO
+        lost, least = (
+            f"{units.share(1 - ratio)} of the time" for ratio in (plan.goodput_ratio, plan.best_goodput_ratio)
+        )
+        if is_near:
+            text = f"Save every {every}: {lost} is lost to saves and failures"
+        else:
+            text += f": {least} is lost to saves and failures then, and {lost} with a save every {every}"
     text += "."
     if interval_s > mtbf_s:
         text += f" The job fails every {units.long_duration(mtbf_s)}: more often than it saves."
