@@ -197,6 +197,7 @@ class ExposedCommunication(Rule):
     facts: ClassVar[tuple[TraceFact, ...]] = (
         *save_stages.FACTS,
         exposed_communication.exposed_calls,
+        *collective_instances.PEER_FACTS,
         breakdown.spans,
         exposed_communication.save_collectives,
         workload.strategy_marks,

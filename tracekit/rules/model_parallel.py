@@ -124,7 +124,7 @@ class ExposedTensorParallel(Rule):
 
     code: ClassVar[str] = "TP002"
     part_of: ClassVar[str] = "COMM001"
-    facts: ClassVar[tuple[TraceFact, ...]] = tensor_parallel.FACTS
+    facts: ClassVar[tuple[TraceFact, ...]] = (*tensor_parallel.FACTS, *collective_instances.PEER_FACTS)
     max_exposed_ratio: float = 0.2
     min_slow_ratio: float = 0.05
     slow_bytes_per_ns: float = 50.0

@@ -29,6 +29,7 @@ from tracekit.rules.rule import Finding, Rule, Severity, distinct, largest_first
 _EVIDENCE_ROWS = 40
 FACTS: tuple[TraceFact, ...] = (
     *pipeline_bubbles.FACTS,
+    *collective_instances.PEER_FACTS,
     *rank_places.FACTS,
     *pipeline_communication.MICRO_BATCH_FACTS,
     *late_ranks.FACTS,

@@ -7,6 +7,7 @@ import polars as pl
 from tracekit.model import environment, schema
 from tracekit.model.fact import run_fact
 from tracekit.model.run import Run
+from tracekit.model.trace import TraceFact
 from tracekit.sync import alignment, collective_matching
 
 BUS_FACTORS: Mapping[str, tuple[float, float]] = {
@@ -175,6 +176,10 @@ def waits(run: Run) -> pl.DataFrame:
         .pipe(schema.select, WAITS.schema)
         .sort("window", "instance", "rank")
     )
+
+
+PEER_FACTS: tuple[TraceFact, ...] = (environment.versions,)
+"""What `ranks_without_peers` reads beyond the collectives."""
 
 
 def ranks_without_peers(run: Run) -> tuple[int, ...]:

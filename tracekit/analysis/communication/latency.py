@@ -83,7 +83,7 @@ def bursts(trace: Trace) -> pl.DataFrame:
     return pl.concat(parts)
 
 
-FACTS: tuple[TraceFact, ...] = (bursts,)
+FACTS: tuple[TraceFact, ...] = (bursts, *collective_instances.PEER_FACTS)
 
 
 @run_fact
