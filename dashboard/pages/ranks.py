@@ -12,7 +12,7 @@ from dashboard.sections import contention, parallelism
 from dashboard.url_state import bind
 from tracekit.model import units
 from tracekit.model.intervals import Window
-from tracekit.report import charts, headlines, rank_selection
+from tracekit.report import charts, headlines, quoted_moment, rank_selection
 
 ALL_STEPS = "all"
 ABOUT = {
@@ -133,7 +133,7 @@ def _show_cell(run: OpenRun, table: pl.DataFrame, cell: tuple[int, ...] | None) 
     row = table.filter(rank=rank, step=step)
     if row.height and st.button(f"Show rank {rank}, step {step} in the timeline", key="ranks-show"):
         waits = run.table(tables.WAIT_TIMES).filter(pl.col("peer_rank") == rank)
-        waiting = waits.sort("waited_ns", "rank", descending=[True, False])["rank"].head(moments.MAX_WAITING)
+        waiting = waits.sort("waited_ns", "rank", descending=[True, False])["rank"].head(quoted_moment.MAX_WAITING)
         moment = row.rename({"duration_ns": "dur_ns"}).row(0, named=True)
         moments.show(run.entry, moment, ranks=[rank, *waiting] if len(waiting) else ())
 

@@ -226,7 +226,7 @@ def test_findings_cost_the_same_in_text_json_html_what_if_and_dashboard(name):
 
 @pytest.mark.parametrize("name", others_in_accuracy(PAGED, ["faults/slow-rank"]))
 def test_pages_of_the_dashboard_show_the_numbers_of_the_report(name):
-    html = dashboard_pages.html_of(dashboard_pages.page("diagnosis", SAMPLES / name, savings="True"))
+    html = dashboard_pages.html_of(dashboard_pages.page("diagnosis", SAMPLES / name, savings="True", trust="True"))
     findings = document(name)["findings"]
     assert any(found["impact"] for found in findings)
     for found in findings:
