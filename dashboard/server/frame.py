@@ -162,7 +162,7 @@ def _refresh_page(page: Page, current: StreamlitPage, entries: Sequence[RunEntry
     if page.needs is Needs.CATALOG:
         is_live, is_due = any(listed.is_live for listed in entries), any(map(catalog.checks.is_due, entries))
         every_s = CHECK_REFRESH_S if is_due else LIVE_REFRESH_S if is_live else REFRESH_S
-        _refresh(current, lambda: _is_list_old(catalog, entries), every_s)
+        _refresh(current, lambda: _has_listing_changed(catalog, entries), every_s)
     elif page.follows_recording:
         is_live = entry.is_live or bool(entry.problem)
         _refresh(current, lambda: _has_changed(entry, catalog), LIVE_REFRESH_S if is_live else REFRESH_S)
@@ -170,7 +170,7 @@ def _refresh_page(page: Page, current: StreamlitPage, entries: Sequence[RunEntry
         _refresh(current)
 
 
-def _is_list_old(catalog: Catalog, shown: Sequence[RunEntry]) -> bool:
+def _has_listing_changed(catalog: Catalog, shown: Sequence[RunEntry]) -> bool:
     """Whether other runs or other results are listed than those shown; runs are checked while a page asks this."""
     entries = catalog.listing().entries
     catalog.checks.watch(entries)

@@ -13,6 +13,7 @@ from tracekit.model.run import Run
 from tracekit.model.trace import Trace
 
 VERSION_COLUMNS = {"name": pl.String, "value": pl.String}
+_RANK_COUNT = re.compile(r"[0-9]{1,7}\Z")
 _VERSION = re.compile(r"(^|_)version$")
 _DISTRIBUTED = ("nccl_version", "backend", "world_size")
 DEVICE = "device"
@@ -50,7 +51,7 @@ def stated_rank_count(run: Run) -> int | None:
     if stated := Manifest.of(run.manifest).world_size:
         return stated
     sizes = run.table(versions).filter(pl.col("name") == "world_size")["value"].to_list()
-    return max((int(size) for size in sizes if size.isdigit()), default=None)
+    return max((int(size) for size in sizes if _RANK_COUNT.match(size)), default=None)
 
 
 def device_names(header: Mapping[str, Any]) -> str | None:

@@ -13,9 +13,9 @@ NEAR_RATIO = 0.005
 
 def advice(plan: CheckpointPlan, interval_s: float, mtbf_s: float | None = None) -> str:
     """What to do, in one or two sentences: how often to save where the time between failures is known."""
-    every = units.long_duration(interval_s)
+    interval = units.long_duration(interval_s)
     if plan.best_interval_seconds is None or mtbf_s is None:
-        text = f"A save every {every} blocks training for {units.share(plan.overhead_ratio)} of the time"
+        text = f"A save every {interval} blocks training for {units.share(plan.overhead_ratio)} of the time"
         if interval_s < plan.guided_interval_seconds:
             return f"{text}: save every {units.long_duration(plan.guided_interval_seconds)} or less often."
         return f"{text}."
@@ -26,9 +26,9 @@ def advice(plan: CheckpointPlan, interval_s: float, mtbf_s: float | None = None)
             f"{units.share(1 - ratio)} of the time" for ratio in (plan.goodput_ratio, plan.best_goodput_ratio)
         )
         if is_near:
-            text = f"Save every {every}: {lost} is lost to saves and failures"
+            text = f"Save every {interval}: {lost} is lost to saves and failures"
         else:
-            text += f": {least} is lost to saves and failures then, and {lost} with a save every {every}"
+            text += f": {least} is lost to saves and failures then, and {lost} with a save every {interval}"
     text += "."
     if interval_s > mtbf_s:
         text += f" The job fails every {units.long_duration(mtbf_s)}: more often than it saves."

@@ -1,9 +1,11 @@
 """Contents of traces, and what was not recorded."""
 
 import polars as pl
+import pytest
 
 from tests.support import drawn_hosts, drawn_traces, rule_examples
 from tracekit.analysis.quality import contents
+from tracekit.model import environment
 from tracekit.model.trace import Trace
 
 
@@ -38,3 +40,11 @@ def test_missing_data_is_listed_only_where_it_applies():
 def test_contents_of_a_trace_without_work():
     row = contents.contents(Trace(0, 0, "empty")).row(0, named=True)
     assert (row["on_device"], row["activities"], row["span_ns"], row["first_step"]) == (False, 0, None, None)
+
+
+@pytest.mark.parametrize(("size", "count"), [("4", 4), ("²", None), ("9" * 5000, None), ("-1", None), ("4.0", None)])
+def test_a_number_of_ranks_that_a_header_states_oddly_is_not_known(size, count, monkeypatch):
+    run = drawn_traces.run(drawn_traces.trace("compute aa"))
+    stated = pl.DataFrame({"name": ["world_size"], "value": [size]})
+    monkeypatch.setattr(type(run), "table", lambda *_: stated)
+    assert environment.stated_rank_count(run) == count
