@@ -70,12 +70,12 @@ def layer() -> nn.Linear:
 def fsdp2_outputs() -> tuple[float, float]:
     """The largest error of an output, by int8 and in full, and the largest output."""
     sharded, inputs = layer(), torch.eye(WIDTH)
-    whole = sharded.weight.detach().values_in_full.clone()
+    whole_weight = sharded.weight.detach().values_in_full.clone()
     fsdp2(sharded)
     outputs = sharded(inputs)
     outputs.square().mean().backward()
     torch.optim.SGD(sharded.parameters(), lr=0.1).step()
-    return (outputs - whole.t()).abs().max().item(), whole.abs().max().item()
+    return (outputs - whole_weight.t()).abs().max().item(), whole_weight.abs().max().item()
 
 
 def refusal() -> str:

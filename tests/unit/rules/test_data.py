@@ -87,15 +87,15 @@ def test_issues_of_one_kind_are_one_finding_with_the_worst_first(wording):
 def test_a_truncated_file_has_its_size_as_a_share_of_the_whole_files_of_other_ranks(tmp_path):
     sample = Path(__file__).parents[3] / "sample_traces" / "faults" / "slow-rank"
     first, second = sorted(sample.glob("rank*.pt.trace.json.gz"))
-    whole, content = second.read_bytes(), first.read_bytes()
-    cut = content[: len(content) * 4 // 5]
-    (tmp_path / first.name).write_bytes(cut)
+    whole_file, first_file = second.read_bytes(), first.read_bytes()
+    cut_file = first_file[: len(first_file) * 4 // 5]
+    (tmp_path / first.name).write_bytes(cut_file)
     alone = judge(tracekit.load(str(tmp_path)))["truncated"]
-    (tmp_path / second.name).write_bytes(whole)
+    (tmp_path / second.name).write_bytes(whole_file)
     beside_another = judge(tracekit.load(str(tmp_path)))["truncated"]
-    share = f"{round(100 * len(cut) / len(whole))}%"
-    assert share in beside_another.sentence
-    assert share not in alone.message
+    size_share = f"{round(100 * len(cut_file) / len(whole_file))}%"
+    assert size_share in beside_another.sentence
+    assert size_share not in alone.message
 
 
 def test_a_sound_trace_has_no_issues():
