@@ -7,6 +7,7 @@ recorded right after a healthy twin, in the same processes, so that other load o
 """
 
 import contextlib
+import copy
 import gc
 import json
 import os
@@ -154,11 +155,11 @@ def logging_every_step(changes: Changes) -> Iterator[None]:
 
 
 def cpu_copies(changes: Changes) -> None:
-    def copy(logits: torch.Tensor) -> None:
+    def copy_logits(logits: torch.Tensor) -> None:
         for _ in range(16):
             logits.detach().cpu().clone().double().cpu().numpy().copy()
 
-    changes.after_forward = copy
+    changes.after_forward = copy_logits
 
 
 @contextlib.contextmanager
@@ -240,12 +241,12 @@ def anomaly_mode(changes: Changes) -> None:
 
 
 def copied_logits(changes: Changes) -> None:
-    def copy(logits: torch.Tensor) -> None:
+    def copy_logits(logits: torch.Tensor) -> None:
         copies = torch.empty(12, *logits.shape)
         for part in copies:
             part.copy_(logits.detach())
 
-    changes.after_forward = copy
+    changes.after_forward = copy_logits
 
 
 @contextlib.contextmanager
@@ -315,12 +316,39 @@ def dtype_casts(changes: Changes) -> None:
     changes.after_backward = cast
 
 
+def evaluation(changes: Changes) -> None:
+    def evaluate(_step: int) -> None:
+        with torch.no_grad():
+            for _ in range(2):
+                changes.model(torch.arange(changes.batch_rows) % _VOCABULARY)
+
+    changes.end_step = evaluate
+
+
+def histograms(changes: Changes) -> None:
+    def count(_step: int) -> None:
+        for parameter in changes.model.parameters():
+            torch.histc(parameter.detach(), 64)
+            torch.histc(parameter.detach(), 64).tolist()
+
+    changes.end_step = count
+
+
+def copied_weights(changes: Changes) -> None:
+    def copy_state(_step: int) -> None:
+        for _ in range(8):
+            copy.deepcopy(changes.model.state_dict())
+
+    changes.end_step = copy_state
+
+
 TROUBLES: dict[str, Trouble] = {
     trouble.__name__: trouble
     for trouble in (
         recompile, gc_one_rank, gc_all_ranks, threads, logging_every_step, cpu_copies, one_core, tiny_all_reduces,
         parameter_loop, loader_without_workers, barriers, checkpoints, profiler_hooks, anomaly_mode, deterministic,
-        slow_disk_log, denormals, tokenize, item_per_parameter, dtype_casts,
+        slow_disk_log, denormals, tokenize, item_per_parameter, dtype_casts, evaluation, histograms,
+        copied_weights,
     )
 }  # fmt: skip
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.constant_troubles --out docs/lab/constant_troubles.md
 
-Twenty small changes of one training (`benchmarks.constant_trainings`), at three sizes, each recorded right after a
+Small changes of one training (`benchmarks.constant_trainings`), at three sizes, each recorded right after a
 healthy twin on two CPU ranks. Each pair shows whether the first finding names the cause, whether the twin has no
 warning, and whether the cost is within 20% of the difference between the median steps of both.
 """
@@ -42,11 +42,12 @@ NAMED_BY: Mapping[str, tuple[str, ...]] = {
     "profiler_hooks": ("HOST001",), "anomaly_mode": ("HOST001", "COMP009"), "deterministic": ("COMP010",),
     "slow_disk_log": ("HOST001",),
     "denormals": ("COMP006",), "tokenize": ("HOST001", "HOST003"), "item_per_parameter": ("HOST001", "HOST002"),
-    "dtype_casts": ("COMP007",),
+    "dtype_casts": ("COMP007",), "evaluation": ("COMP011",), "histograms": ("COMP011", "HOST002"),
+    "copied_weights": ("COMP011",),
 }  # fmt: skip
 """The rules that may name each trouble, fixed before the first recording was judged.
 
-COMP006 to COMP010 were written later, after recordings of five troubles that no rule was about.
+COMP006 to COMP011 were written later, after recordings of troubles that no rule was about.
 """
 
 

@@ -18,7 +18,7 @@ class Op(NamedTuple):
     """A call: its operator, its time, the shape of its tensor, its element type, that to which it copies ("").
 
     `node` is the slice of autograd around it (""), `inner` an op with an argument that takes all but `self_us` of its
-    time (""). Where `is_needed`, backward refers to it.
+    time (""). Where `is_needed`, backward refers to it. `phase` is that of training.
     """
 
     name: str
@@ -31,6 +31,7 @@ class Op(NamedTuple):
     argument: str = "0"
     self_us: int = 0
     is_needed: bool = False
+    phase: str | None = None
 
 
 def trace(ops: Sequence[Op], steps: int = 4, pause_us: int = 1) -> Trace:
@@ -47,7 +48,7 @@ def trace(ops: Sequence[Op], steps: int = 4, pause_us: int = 1) -> Trace:
                 calls.append(around | {"start_ns": now_ns, "dur_ns": op.us * US})
             number = len(calls)
             call = {"id": number, "parent_id": parent, "lane": 0, "kind": "cpu_op", "step": step}
-            call |= {"start_ns": now_ns, "dur_ns": op.us * US, "name": op.name}
+            call |= {"start_ns": now_ns, "dur_ns": op.us * US, "name": op.name, "phase": op.phase}
             shapes = f"[{list(op.shape)}, {list(op.shape)}, []]"
             calls.append(call | {"shapes": shapes, "dtypes": f'["{op.dtype}", "{op.dtype}", "Scalar"]'})
             activity = {name: call[name] for name in ("lane", "name", "step", "start_ns", "dur_ns")}

@@ -498,6 +498,10 @@ def crowded_run(picture: str, **processors: int) -> Run:
     return drawn_traces.run(drawn_traces.trace(picture, on_device=False), processors=stated)
 
 
+TRAINING_OPS = [
+    Op("aten::mm", 1000, is_needed=True), Op("aten::mm", 1000, phase="backward"),
+    Op("aten::add_", 100, phase="optimizer"),
+]  # fmt: skip
 FAST_OPS = [Op("aten::add", 13), Op("aten::mul_", 10), Op("aten::add_", 10), Op("aten::sub_", 10)] * 2
 CAST = [Op("aten::to", 20, cast_to="double"), Op("aten::to", 30, dtype="double", cast_to="float")]
 """To 64 bits and back."""
@@ -586,6 +590,10 @@ EXAMPLES: dict[str, Example] = {
     "COMP010": Example(
         lambda: drawn_cpu_ops.run([*FAST_OPS, Op("aten::empty", 20, inner="aten::fill_")]),
         lambda: drawn_cpu_ops.run([*FAST_OPS, Op("aten::zeros", 20, inner="aten::fill_")]),
+    ),
+    "COMP011": Example(
+        lambda: drawn_cpu_ops.run([*TRAINING_OPS, Op("aten::histc", 500)]),
+        lambda: drawn_cpu_ops.run([Op("aten::histc", 500), *TRAINING_OPS]),
     ),
     "COMP008": Example(
         lambda: drawn_cpu_ops.run([Op("aten::mm", 1000), *[Op("aten::mul_", 3, (512,))] * 250]),

@@ -42,22 +42,24 @@ from tracekit.rules.save_stalls import (
     StagedSave,
     StragglingWriter,
 )
+from tracekit.rules.side_work import SideWork
 from tracekit.rules.slow_collectives import SlowLink, StalledCollective
 from tracekit.rules.stragglers import LateGroup, OccasionalStraggler, Straggler, UnevenRanks
 from tracekit.rules.streams import ExposedCopy, GiveWay, SerializedStreams
 
 RULES: tuple[type[Rule], ...] = (
     ExposedCommunication, SmallCollectives, ReducedEveryMicroBatch, PreparationGap, GiveWay, SerializedStreams,
-    ContendedCompute, StarvedCollectives, DeviceStall, Straggler, SlowLink, UnevenRanks, LateGroup, OccasionalStraggler,
-    PipelineBubble, UnbalancedStages, FewMicroBatches, ShardedMicroBatches, SlowPipelineLink, TensorParallelAcrossNodes,
-    ExposedTensorParallel, OverloadedExperts, LateLaunch, BlockingSync, DataStall, ExposedCopy, Recompilation,
-    GarbageCollection, OversubscribedHost, MisalignedProducts, IdleTensorCores, UnfusedOptimizer, UnfusedKernels,
-    PartialWaves, SlowArithmetic, RepeatedCasts, SmallOps, AnomalyMode, DeterministicFills, OutlierStep, ColdStart,
-    ClockDrop, StalledCollective, SteadyDeviceAllocation, NeedlessRecomputation, GrowingMemory, LittleHeadroom,
-    IdleReserve, PeakOwner, AllocatorRetry, FragmentedMemory, CrossStreamSlack, ChangingSizes, ReallocatedBuffers,
-    BlockingCheckpoint, SerializedSave, StagedSave, SlowStorage, SlowSync, StragglingWriter, PlannedSave, GlobalSync,
-    GilContention, CpuStarvation, BlockingBackgroundSave, AmplifiedRestore, SuboptimalInterval, LostOnPowerFailure,
-    UnverifiedShards, CrowdedSave, SeveralWriters, DoubtfulTrace,
+    ContendedCompute, StarvedCollectives, DeviceStall, Straggler, SlowLink, UnevenRanks, LateGroup,
+    OccasionalStraggler, PipelineBubble, UnbalancedStages, FewMicroBatches, ShardedMicroBatches, SlowPipelineLink,
+    TensorParallelAcrossNodes, ExposedTensorParallel, OverloadedExperts, LateLaunch, BlockingSync, DataStall,
+    ExposedCopy, Recompilation, GarbageCollection, OversubscribedHost, MisalignedProducts, IdleTensorCores,
+    UnfusedOptimizer, UnfusedKernels, PartialWaves, SlowArithmetic, RepeatedCasts, SmallOps, AnomalyMode,
+    DeterministicFills, SideWork, OutlierStep, ColdStart, ClockDrop, StalledCollective, SteadyDeviceAllocation,
+    NeedlessRecomputation, GrowingMemory, LittleHeadroom, IdleReserve, PeakOwner, AllocatorRetry, FragmentedMemory,
+    CrossStreamSlack, ChangingSizes, ReallocatedBuffers, BlockingCheckpoint, SerializedSave, StagedSave,
+    SlowStorage, SlowSync, StragglingWriter, PlannedSave, GlobalSync, GilContention, CpuStarvation,
+    BlockingBackgroundSave, AmplifiedRestore, SuboptimalInterval, LostOnPowerFailure, UnverifiedShards, CrowdedSave,
+    SeveralWriters, DoubtfulTrace,
 )  # fmt: skip
 
 

@@ -6,7 +6,16 @@ import numpy as np
 import polars as pl
 
 from tracekit import conventions
-from tracekit.analysis.compute import cpu_ops, flops, kernels, op_bytes, op_flops, product_kernels, value_reads
+from tracekit.analysis.compute import (
+    cpu_ops,
+    flops,
+    kernels,
+    op_bytes,
+    op_flops,
+    product_kernels,
+    side_work,
+    value_reads,
+)
 from tracekit.analysis.time import trace_columns
 from tracekit.model import nesting, schema
 from tracekit.model.fact import trace_fact
@@ -37,8 +46,8 @@ _CALL = ["name", "shapes", "dtypes", "arguments", "strides"]
 COLUMNS = schema.columns("activity_id cause saved_ns")
 (
     MISALIGNED, NO_TENSOR_CORES, UNFUSED_OPTIMIZER, UNFUSED_CHAIN, PARTIAL_WAVE, SLOW_ARITHMETIC, VALUE_READ, CAST,
-    SMALL_OP, ANOMALY_CHECK, DETERMINISTIC_FILL,
-) = range(1, 12)  # fmt: skip
+    SMALL_OP, ANOMALY_CHECK, DETERMINISTIC_FILL, SIDE_WORK,
+) = range(1, 13)  # fmt: skip
 
 
 @trace_fact
@@ -137,6 +146,7 @@ _FACTS: tuple[TraceFact, ...] = (
     cpu_ops.small_ops,
     cpu_ops.anomaly_checks,
     cpu_ops.deterministic_fills,
+    side_work.side_work,
 )
 
 
@@ -144,7 +154,7 @@ _FACTS: tuple[TraceFact, ...] = (
 def avoidable(trace: Trace) -> pl.DataFrame:
     """Kernels, or ops of a CPU run, that would take less time, each by its first cause.
 
-    Columns COLUMNS: cause (MISALIGNED to DETERMINISTIC_FILL), saved_ns; one row per kernel or op.
+    Columns COLUMNS: cause (MISALIGNED to SIDE_WORK), saved_ns; one row per kernel or op.
     """
     parts = [
         kernels.select("activity_id", "saved_ns", cause=pl.lit(cause, pl.Int64))

@@ -152,7 +152,7 @@ def anomaly_checks(trace: Trace) -> pl.DataFrame:
     """
     if trace.on_device or not trace_columns.is_named(trace, r"^aten::isnan$").any():
         return schema.empty(COLUMNS)
-    calls, parent = _computing(trace), trace_columns.parent_rows(trace)
+    calls, parent = computing(trace), trace_columns.parent_rows(trace)
     outer = parent[np.maximum(calls["row"].to_numpy(), 0)]
     by_engine = (outer >= 0) & trace_columns.is_named(trace, _AUTOGRAD_NODE)[np.maximum(outer, 0)]
     checks = calls.filter(pl.col("name").str.contains(_ANOMALY_CHECKS), pl.Series(by_engine))
@@ -183,7 +183,7 @@ def deterministic_fills(trace: Trace) -> pl.DataFrame:
         return schema.empty(COLUMNS)
     if not trace.on_device:
         fill_ns = np.where(is_fill, trace.ops["dur_ns"].to_numpy(), 0)
-        fills = _within_calls(trace, _computing(trace), fill_ns)
+        fills = _within_calls(trace, computing(trace), fill_ns)
         return schema.conform(fills.with_columns(op="name"), COLUMNS)
     row = kernels.innermost_op(trace)
     is_filling = is_fill[np.maximum(row, 0)] & (row >= 0)
@@ -195,14 +195,14 @@ def deterministic_fills(trace: Trace) -> pl.DataFrame:
 
 @memoize
 def calls_with_inputs(trace: Trace) -> pl.DataFrame:
-    """Ops as `_computing` with their inputs (_CALL). Empty where a device was recorded, or no shapes."""
+    """Ops as `computing` with their inputs (_CALL). Empty where a device was recorded, or no shapes."""
     inputs = trace.ops.select("id", *_CALL[1:]).rename({"id": "launch_id"})
-    calls = _computing(trace).filter(not trace.on_device)
+    calls = computing(trace).filter(not trace.on_device)
     return calls.join(inputs, on="launch_id", how="inner", maintain_order="left").drop_nulls("shapes")
 
 
 @memoize
-def _computing(trace: Trace) -> pl.DataFrame:
+def computing(trace: Trace) -> pl.DataFrame:
     """Activities of compute in the steps of a CPU run, with row in ops (or -1), and the pause of Python before each."""
     before_ns = pl.col("start_ns") - (pl.col("start_ns") + pl.col("dur_ns")).shift(1).over("lane")
     rows = trace.activities.with_columns(pl.Series("row", trace_columns.launch_rows(trace)))

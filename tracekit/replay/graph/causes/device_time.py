@@ -183,6 +183,18 @@ DETERMINISTIC_FILLS = Cause(
 )  # fmt: skip
 
 
+SIDE_WORK = Cause(
+    name="side-work",
+    loss="work that no gradient needs",
+    codes=("COMP011",), kind=Kind.COMPUTE,
+    transform=partial(without_avoidable_time, cause=avoidable_time.SIDE_WORK), place=10, confidence=0.8,
+    is_attainable=True,
+    summary="a step computes only what its gradients and its update need",
+    basis="operators after the optimizer, or between the last one that backward needs and backward, that write into no "
+    "tensor which exists",
+)  # fmt: skip
+
+
 RECOMPUTATION = Cause(
     name="recomputation", codes=("MEM002",), kind=Kind.COMPUTE, transform=without_recomputation,
     summary="no activation is recomputed",
