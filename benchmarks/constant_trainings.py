@@ -13,6 +13,7 @@ import json
 import os
 import re
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -342,13 +343,35 @@ def copied_weights(changes: Changes) -> None:
     changes.end_step = copy_state
 
 
+@contextlib.contextmanager
+def background_saves(changes: Changes) -> Iterator[None]:
+    saving: list[threading.Thread] = []
+
+    def start(_step: int) -> None:
+        for thread in saving:
+            thread.join()
+        weights = {name: tensor.clone() for name, tensor in changes.model.state_dict().items()}
+        saving[:] = [threading.Thread(target=_save, args=(weights, changes.folder / f"background{changes.rank}.pt"))]
+        saving[0].start()
+
+    changes.end_step = start
+    yield
+    for thread in saving:
+        thread.join()
+
+
+def _save(weights: dict[str, torch.Tensor], path: Path) -> None:
+    for _ in range(6):
+        torch.save(weights, path)
+
+
 TROUBLES: dict[str, Trouble] = {
     trouble.__name__: trouble
     for trouble in (
         recompile, gc_one_rank, gc_all_ranks, threads, logging_every_step, cpu_copies, one_core, tiny_all_reduces,
         parameter_loop, loader_without_workers, barriers, checkpoints, profiler_hooks, anomaly_mode, deterministic,
         slow_disk_log, denormals, tokenize, item_per_parameter, dtype_casts, evaluation, histograms,
-        copied_weights,
+        copied_weights, background_saves,
     )
 }  # fmt: skip
 

@@ -43,11 +43,11 @@ NAMED_BY: Mapping[str, tuple[str, ...]] = {
     "slow_disk_log": ("HOST001",),
     "denormals": ("COMP006",), "tokenize": ("HOST001", "HOST003"), "item_per_parameter": ("HOST001", "HOST002"),
     "dtype_casts": ("COMP007",), "evaluation": ("COMP011",), "histograms": ("COMP011", "HOST002"),
-    "copied_weights": ("COMP011",),
+    "copied_weights": ("COMP011",), "background_saves": ("HOST008",),
 }  # fmt: skip
 """The rules that may name each trouble, fixed before the first recording was judged.
 
-COMP006 to COMP011 were written later, after recordings of troubles that no rule was about.
+COMP006 to COMP011 and HOST008 were written later, after recordings of troubles that no rule was about.
 """
 
 

@@ -1,7 +1,7 @@
 """CPU runs of ops with input shapes and element types: each step calls them one after the other."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
 
 import polars as pl
 
@@ -12,6 +12,8 @@ from tracekit.model.trace import Trace
 
 US = 1000
 NODE = "autograd::engine::evaluate_function: AddBackward0"
+PauseOf: TypeAlias = Callable[[int, int], int]
+"""The pause in µs before an op of a step, by the numbers of both."""
 
 
 class Op(NamedTuple):
@@ -34,13 +36,13 @@ class Op(NamedTuple):
     phase: str | None = None
 
 
-def trace(ops: Sequence[Op], steps: int = 4, pause_us: int = 1) -> Trace:
+def trace(ops: Sequence[Op], steps: int = 4, pause_us: int | PauseOf = 1) -> Trace:
     """Trace of a CPU rank in which each step calls these ops, with a pause of Python before each."""
     calls, activities, bounds, now_ns = [], [], [], 0
     for step in range(steps):
         began_ns = now_ns
-        for op in ops:
-            now_ns += pause_us * US
+        for number_in_step, op in enumerate(ops):
+            now_ns += (pause_us if isinstance(pause_us, int) else pause_us(step, number_in_step)) * US
             parent = None
             if op.node:
                 parent = len(calls)
@@ -72,6 +74,6 @@ def trace(ops: Sequence[Op], steps: int = 4, pause_us: int = 1) -> Trace:
     return Trace(rank=0, window=0, path="drawn-rank0", **conformed)
 
 
-def run(ops: Sequence[Op], steps: int = 4, pause_us: int = 1) -> Run:
+def run(ops: Sequence[Op], steps: int = 4, pause_us: int | PauseOf = 1) -> Run:
     """Run of one such rank."""
     return drawn_traces.run(trace(ops, steps, pause_us))

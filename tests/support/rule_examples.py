@@ -498,6 +498,12 @@ def crowded_run(picture: str, **processors: int) -> Run:
     return drawn_traces.run(drawn_traces.trace(picture, on_device=False), processors=stated)
 
 
+def interrupted_run(every: int = 10) -> Run:
+    """A CPU run in which Python pauses for 5 ms before some ops, other ones in each step, and one step has fewer."""
+    ops = [Op(f"aten::op{number}", 100) for number in range(50)]
+    return drawn_cpu_ops.run(ops, 8, lambda step, number: 5000 if (number + 3 * step) % every == 0 else 5)
+
+
 TRAINING_OPS = [
     Op("aten::mm", 1000, is_needed=True), Op("aten::mm", 1000, phase="backward"),
     Op("aten::add_", 100, phase="optimizer"),
@@ -591,6 +597,7 @@ EXAMPLES: dict[str, Example] = {
         lambda: drawn_cpu_ops.run([*FAST_OPS, Op("aten::empty", 20, inner="aten::fill_")]),
         lambda: drawn_cpu_ops.run([*FAST_OPS, Op("aten::zeros", 20, inner="aten::fill_")]),
     ),
+    "HOST008": Example(interrupted_run, lambda: interrupted_run(every=1)),
     "COMP011": Example(
         lambda: drawn_cpu_ops.run([*TRAINING_OPS, Op("aten::histc", 500)]),
         lambda: drawn_cpu_ops.run([Op("aten::histc", 500), *TRAINING_OPS]),

@@ -1,4 +1,4 @@
-"""The rule on hosts with more threads than cores."""
+"""Rules on hosts whose training threads lack a processor, or the interpreter."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,10 +7,12 @@ from typing import ClassVar
 import polars as pl
 
 from tracekit.analysis.checkpoint import save_stages
+from tracekit.analysis.compute import interrupted_python
 from tracekit.analysis.host import cpu_contention
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
+from tracekit.replay.graph.causes.device_time import INTERRUPTED_PYTHON
 from tracekit.replay.graph.causes.host import OVERSUBSCRIBED_CORES
 from tracekit.rules import quoted_step
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf
@@ -103,4 +105,54 @@ class OversubscribedHost(Rule):
                 "window", "rank", "step", "name", "start_ns", "dur_ns", "excess_ns"
             ),
             claim=f"The host is oversubscribed: {why}",
+        )
+
+
+@dataclass(frozen=True)
+class InterruptedPython(Rule):
+    """Python of the training that other threads of its process interrupt in every step.
+
+    What it does: reports steps of a CPU run in which Python between ops takes longer than in the fastest step, at
+    changing places, by `min_lost_ratio` of the step or more.
+
+    Why it costs: one thread of a process runs Python at a time. Another one that computes in Python (a background save,
+    a loader thread, metrics) keeps the global interpreter lock (GIL) for 5 ms each time; the training waits for it
+    whenever it comes back from an op.
+
+    How it is measured: each pause of Python between two ops against the same pause in the other steps. Every step must
+    lose a tenth of its time, of four steps or more, and half of all that is slower than at its fastest must be Python:
+    where threads lack a core, ops are slower, too. The message quotes the median step of the worst rank.
+
+    How to fix: move that work into a process (torch.multiprocessing, AsyncCheckpointerType.PROCESS, DataLoader workers
+    instead of threads); let it release the GIL (NumPy, compression and file I/O on large buffers do).
+
+    Blind spots: the other thread is not recorded unless it calls ops: py-spy dump shows it. Garbage collection and
+    compiling have rules of their own (HOST006, HOST005). On a GPU such pauses make a step launch-bound (HOST001).
+    """
+
+    code: ClassVar[str] = "HOST008"
+    facts: ClassVar[tuple[TraceFact, ...]] = (interrupted_python.interrupted_python, *save_stages.FACTS)
+    min_lost_ratio: float = 0.1
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield one finding if the worst rank's median step exceeds the threshold."""
+        pauses = run.table(self.facts[0])
+        loss = quoted_step.worst_loss(save_stages.losses(run, pauses, "saved_ns"), self.min_lost_ratio)
+        if loss is None:
+            return
+        rows = loss.rows(pauses).filter(pl.col("saved_ns") > 0)
+        yield loss.finding(
+            self,
+            Severity.WARNING,
+            f"Python between {rows.height:,} pairs of ops takes {loss} longer than in the fastest step, at other "
+            "places in each step, while the ops themselves are hardly slower: another thread of the process holds the "
+            "interpreter (GIL).",
+            "Find the thread (py-spy dump --pid PID) and move its work into a process, or into calls that release the "
+            "GIL: background saves with AsyncCheckpointerType.PROCESS, loading and metrics in worker processes.",
+            confidence=0.8,
+            what_if=WhatIf(INTERRUPTED_PYTHON),
+            evidence=quoted_step.evidence(rows, loss.row, "saved_ns").select(
+                "window", "rank", "step", "name", "start_ns", "dur_ns", "saved_ns"
+            ),
+            claim=f"Other threads interrupt the Python of rank {loss.row['rank']} in every step",
         )

@@ -19,7 +19,7 @@ from tracekit.rules.data_quality import DoubtfulTrace
 from tracekit.rules.device_slowdowns import ClockDrop, DeviceStall
 from tracekit.rules.host import BlockingSync, DataStall, LateLaunch
 from tracekit.rules.host_phases import GarbageCollection, Recompilation
-from tracekit.rules.host_processors import OversubscribedHost
+from tracekit.rules.host_processors import InterruptedPython, OversubscribedHost
 from tracekit.rules.memory_footprint import GrowingMemory, IdleReserve, LittleHeadroom, PeakOwner
 from tracekit.rules.memory_reuse import ChangingSizes, NeedlessRecomputation, ReallocatedBuffers
 from tracekit.rules.model_parallel import (
@@ -52,14 +52,14 @@ RULES: tuple[type[Rule], ...] = (
     ContendedCompute, StarvedCollectives, DeviceStall, Straggler, SlowLink, UnevenRanks, LateGroup,
     OccasionalStraggler, PipelineBubble, UnbalancedStages, FewMicroBatches, ShardedMicroBatches, SlowPipelineLink,
     TensorParallelAcrossNodes, ExposedTensorParallel, OverloadedExperts, LateLaunch, BlockingSync, DataStall,
-    ExposedCopy, Recompilation, GarbageCollection, OversubscribedHost, MisalignedProducts, IdleTensorCores,
-    UnfusedOptimizer, UnfusedKernels, PartialWaves, SlowArithmetic, RepeatedCasts, SmallOps, AnomalyMode,
-    DeterministicFills, SideWork, OutlierStep, ColdStart, ClockDrop, StalledCollective, SteadyDeviceAllocation,
-    NeedlessRecomputation, GrowingMemory, LittleHeadroom, IdleReserve, PeakOwner, AllocatorRetry, FragmentedMemory,
-    CrossStreamSlack, ChangingSizes, ReallocatedBuffers, BlockingCheckpoint, SerializedSave, StagedSave,
-    SlowStorage, SlowSync, StragglingWriter, PlannedSave, GlobalSync, GilContention, CpuStarvation,
-    BlockingBackgroundSave, AmplifiedRestore, SuboptimalInterval, LostOnPowerFailure, UnverifiedShards, CrowdedSave,
-    SeveralWriters, DoubtfulTrace,
+    ExposedCopy, Recompilation, GarbageCollection, OversubscribedHost, InterruptedPython, MisalignedProducts,
+    IdleTensorCores, UnfusedOptimizer, UnfusedKernels, PartialWaves, SlowArithmetic, RepeatedCasts, SmallOps,
+    AnomalyMode, DeterministicFills, SideWork, OutlierStep, ColdStart, ClockDrop, StalledCollective,
+    SteadyDeviceAllocation, NeedlessRecomputation, GrowingMemory, LittleHeadroom, IdleReserve, PeakOwner,
+    AllocatorRetry, FragmentedMemory, CrossStreamSlack, ChangingSizes, ReallocatedBuffers, BlockingCheckpoint,
+    SerializedSave, StagedSave, SlowStorage, SlowSync, StragglingWriter, PlannedSave, GlobalSync, GilContention,
+    CpuStarvation, BlockingBackgroundSave, AmplifiedRestore, SuboptimalInterval, LostOnPowerFailure,
+    UnverifiedShards, CrowdedSave, SeveralWriters, DoubtfulTrace,
 )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from tracekit import conventions
 from tracekit.analysis.compute import (
     cpu_ops,
     flops,
+    interrupted_python,
     kernels,
     op_bytes,
     op_flops,
@@ -46,8 +47,8 @@ _CALL = ["name", "shapes", "dtypes", "arguments", "strides"]
 COLUMNS = schema.columns("activity_id cause saved_ns")
 (
     MISALIGNED, NO_TENSOR_CORES, UNFUSED_OPTIMIZER, UNFUSED_CHAIN, PARTIAL_WAVE, SLOW_ARITHMETIC, VALUE_READ, CAST,
-    SMALL_OP, ANOMALY_CHECK, DETERMINISTIC_FILL, SIDE_WORK,
-) = range(1, 13)  # fmt: skip
+    SMALL_OP, ANOMALY_CHECK, DETERMINISTIC_FILL, SIDE_WORK, INTERRUPTION,
+) = range(1, 14)  # fmt: skip
 
 
 @trace_fact
@@ -147,6 +148,7 @@ _FACTS: tuple[TraceFact, ...] = (
     cpu_ops.anomaly_checks,
     cpu_ops.deterministic_fills,
     side_work.side_work,
+    interrupted_python.interrupted_python,
 )
 
 
@@ -154,7 +156,7 @@ _FACTS: tuple[TraceFact, ...] = (
 def avoidable(trace: Trace) -> pl.DataFrame:
     """Kernels, or ops of a CPU run, that would take less time, each by its first cause.
 
-    Columns COLUMNS: cause (MISALIGNED to SIDE_WORK), saved_ns; one row per kernel or op.
+    Columns COLUMNS: cause (MISALIGNED to INTERRUPTION), saved_ns; one row per kernel or op.
     """
     parts = [
         kernels.select("activity_id", "saved_ns", cause=pl.lit(cause, pl.Int64))

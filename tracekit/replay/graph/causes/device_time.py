@@ -195,6 +195,17 @@ SIDE_WORK = Cause(
 )  # fmt: skip
 
 
+INTERRUPTED_PYTHON = Cause(
+    name="interrupted-python",
+    loss="interruptions of Python",
+    codes=("HOST008",), kind=Kind.HOST,
+    transform=partial(without_avoidable_time, cause=avoidable_time.INTERRUPTION), place=10, confidence=0.8,
+    pricing=Pricing.SOURCE,
+    summary="Python between ops takes as long in each step as in the fastest",
+    basis="pauses between the same ops of a CPU run, where every step loses a tenth of its time to longer ones",
+)  # fmt: skip
+
+
 RECOMPUTATION = Cause(
     name="recomputation", codes=("MEM002",), kind=Kind.COMPUTE, transform=without_recomputation,
     summary="no activation is recomputed",
