@@ -103,20 +103,22 @@ _FORMS = re.compile(
             # Addresses that whoever has them can write to: webhooks and bots.
             r"(?<=://)[\w.-]*(?:hooks?|webhooks?)\.[\w.-]+/[^\s\"'<>]+",
             r"(?<=://)(?:hc-ping\.com|events\.pagerduty\.com)/[^\s\"'<>]+",
-            r"(?<=://)[^\s\"'<>/]+(?=/)[^\s\"'<>]*(?:web_?hooks?|/hooks?/|/services/|incoming-?hook|/bot/)[^\s\"'<>]*",
+            r"(?<=://)[^\s\"'<>/]{1,256}(?=/)[^\s\"'<>]{0,512}(?:web_?hooks?|/hooks?/|/services/|incoming-?hook|/bot/)[^\s\"'<>]*",
             r"(?<=/bot)\d+:[\w-]+",
         )
     ),
     re.DOTALL,
 )
 # A password may hold `/`, `?` and `#`: what stands before the last `@` is the login.
-_URL_LOGIN = re.compile(r"(?<=://)(?:[^\s/@:\"'<>]*:[^\s\"'<>]*|[^\s/@:\"'<>]+)(?=@[\w\[<])")
+# Runs of one kind of character are bounded, or not tried again (`++`): a long text may be one run.
+_URL_LOGIN = re.compile(r"(?<=://)(?:[^\s/@:\"'<>]{0,256}:[^\s\"'<>]{0,512}|[^\s/@:\"'<>]{1,256})(?=@[\w\[<])")
 _BARE_LOGIN = re.compile(r"(?<![\w./:@<-])[\w.+-]+:([^\s:@/\"'<>]{3,})(?=@(?!sha\d)[\w.-]+)")
 _ASSIGNMENT = re.compile(
-    r"(?P<name>(?:[^\W\d]|[_$])[\w.$-]*(?:\[\w*\])?)[\]\\\"'`]*(?P<sign>\s*(?::=|=>|==?|%3[Dd]|(?<!:):(?!:))\s*)(?=(?P<rest>.))",
+    r"(?P<name>(?:[^\W\d]|[_$])[\w.$-]{0,200}+(?:\[\w{0,200}+\])?+)[\]\\\"'`]{0,99}+"
+    r"(?P<sign>\s{0,99}+(?::=|=>|==?|%3[Dd]|(?<!:):(?!:))\s*+)(?=(?P<rest>.))",
     re.DOTALL,
 )
-_QUOTED = re.compile(r"(\\*[\"'`])((?:(?!\1).|(?<=\\)\1)*)(?<!\\)\1", re.DOTALL)
+_QUOTED = re.compile(r"(\\{0,99}+[\"'`])((?:(?!\1).|(?<=\\)\1)*)(?<!\\)\1", re.DOTALL)
 _UNQUOTED = re.compile(
     r"(?:(?:bearer|basic|token|digest|negotiate|apikey)\s+)?(?:\[redacted\]|[^\s\"'`&;,)}\]<>\\]+)", re.IGNORECASE
 )
@@ -164,8 +166,8 @@ _COMMANDS_WITH_LOGIN = frozenset((
     b"ssh-keygen", b"sshpass", b"unrar", b"wandb", b"zip",
 ))  # fmt: skip
 _NAME_AND_VALUE = re.compile(
-    r"\b(?:name|key|variable)[\"']?\s*[:=]\s*[\"']?(?P<name>[A-Za-z_][\w.-]*)[\"']?\s*,?\s*"
-    r"(?<![\w.-])[\"']?value[\"']?\s*[:=]\s*(?P<rest>\S)"
+    r"\b(?:name|key|variable)[\"']?\s*+[:=]\s*+[\"']?(?P<name>[A-Za-z_][\w.-]*+)[\"']?\s*+,?+\s*+"
+    r"(?<![\w.-])[\"']?value[\"']?\s*+[:=]\s*+(?P<rest>\S)"
 )
 # YAML: a tag, or a block of lines, before the value.
 _YAML_BLOCK = re.compile(
@@ -176,7 +178,7 @@ _ATTRIBUTE = re.compile(
     r"""<[^<>]{0,200}?\b(?:key|name|type|id)=\\?["']([\w.:-]+)\\?["'][^<>]{0,200}?\bvalue=\\?["']([^"'<>\\]+)"""
 )
 _CALL = re.compile(r"[A-Za-z_][\w.]{0,99}\(\s*(?=\\*[\"'])")
-_ELEMENT = re.compile(r"<([\w:.-]+)[^<>]*>([^<>]+)</")
+_ELEMENT = re.compile(r"<([\w:.-]++)[^<>]*+>([^<>]++)</")
 _TYPES = re.compile(
     r"(?:none|null|nil|true|false|nan|\.\.\.|\*+|x{3,}|lambda\b.*|self\b.*|(?:const|unsigned|long|int|float|double|bool|char|"
     r"void|str|bytes|dict|list|tuple|set|any|optional|union|tensor|torch|at|c10|std|string|callable|sequence)"
@@ -204,7 +206,7 @@ _WORD_LIKE_RATIO = 0.5
 _SEPARATORS_RATIO = 0.12
 _MIN_ENTROPY_BITS = 3.8
 
-STRING = re.compile(rb'"([^"\\]*(?:\\.[^"\\]*)*)"', re.DOTALL)
+STRING = re.compile(rb'(?<!\\)"([^"\\]*+(?:\\.[^"\\]*+)*+)"', re.DOTALL)
 _ESCAPE = re.compile(rb"\\.", re.DOTALL)
 _HAS_WORD = re.compile(rb"[A-Za-z_]{2}|-u")
 _COLON = re.compile(rb"\s*:\s*")
@@ -501,8 +503,11 @@ def _spans(text: str) -> Iterator[tuple[int, int]]:
 
 def _assignment_spans(text: str) -> Iterator[tuple[int, int]]:
     """Start and end of what is assigned to names of secrets: `name=value`, `name: value`, `"name": "value"`."""
+    options_end, reached = len(text) - len(text.lstrip("-+~ ")), 0
     for match in _ASSIGNMENT.finditer(text):
         name = match["name"]
+        if match.start("rest") < reached:  # within a value that ends where this one would
+            continue
         kind = kind_of_name(name)
         if kind is None:
             continue
@@ -511,8 +516,10 @@ def _assignment_spans(text: str) -> Iterator[tuple[int, int]]:
         if match["sign"].strip() == "==" and _PINNED.match(text, match.start("rest")):
             continue  # "google-auth==2.40.3"
         is_header = _HEADERS.fullmatch(name) is not None and ":" in match["sign"]
-        is_argument = not text[: match.start()].strip("-+~ ") and "=" in match["sign"]
-        yield from _value_span(text, match.start("rest"), kind, whole_line=is_argument or is_header)
+        is_argument = match.start() <= options_end and "=" in match["sign"]
+        for start, end in _value_span(text, match.start("rest"), kind, whole_line=is_argument or is_header):
+            reached = end
+            yield start, end
 
 
 def _value_span(text: str, pos: int, kind: str, *, whole_line: bool) -> Iterator[tuple[int, int]]:
