@@ -19,7 +19,7 @@ from tracekit.model import escaping, units
 from tracekit.report import charts
 from tracekit.report.headlines import Headline
 
-ROW_PX, HEADER_PX = 58, 38
+ROW_PX, HEADER_PX = 78, 38
 MAX_HEIGHT_PX = 740
 MAX_NAME = 60
 MAX_SKIPPED = 200
@@ -178,7 +178,7 @@ def _table(entries: Sequence[RunEntry]) -> list[RunEntry]:
             "recorded": config.DatetimeColumn("recorded", width=84, format=_date_format(table), timezone="UTC"),
             "size": config.NumberColumn(format="%.2f MiB"),
         },
-        row_height=ROW_PX,  # of three lines, into which a finding is wrapped
+        row_height=ROW_PX,  # above 4 rem, Streamlit wraps text: a finding into four lines
         height=min(ROW_PX * len(entries) + HEADER_PX, MAX_HEIGHT_PX),
         selection_default={"selection": {"rows": selected_rows}},
         key=key,
