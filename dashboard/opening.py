@@ -37,11 +37,13 @@ def _show_progress(entry: RunEntry, opening: FirstOpening[OpenRun]) -> None:
     """Show the progress, and where the time of the ranks read so far goes, until the run is open."""
     about = (entry.strategy, f"model {entry.model}" if entry.model else "", units.size(entry.size_bytes))
     widgets.title(entry.name, " · ".join(escaping.inert(part, _MAX_WORD) for part in about if part))
-    bar, caption, figure = st.empty(), st.empty(), st.empty()
+    bar, claims, caption, figure = st.empty(), st.empty(), st.empty(), st.empty()
     drawn_traces = 0
     while not opening.has_ended(_POLL_S):
         read = opening.read_traces
         bar.progress(read / max(opening.traces, 1), _progress(entry, opening))
+        if opening.first_claims:
+            claims.markdown("\n".join(f"- {widgets.plain(claim)}" for claim in opening.first_claims))
         steps = opening.steps_by_rank
         if read > drawn_traces and steps is not None:
             ranks = units.count(steps["rank"].n_unique(), "rank")
@@ -63,7 +65,9 @@ def _progress(entry: RunEntry, opening: FirstOpening[OpenRun]) -> str:
     read = f"{opening.read_traces} of {units.count(opening.traces, 'trace')} read"
     if opening.read_traces < opening.traces:
         return f"{read}, about {_rough_time(remaining_s)} left"
-    return f"{read}; comparing the ranks and judging the run"
+    if opening.judged_rules == opening.rules:
+        return f"{read}; {'pricing the findings by replays' if opening.rules else 'comparing the ranks'}"
+    return f"{read}; {opening.judged_rules} of {units.count(opening.rules, 'rule')} applied"
 
 
 def _rough_time(seconds: float) -> str:

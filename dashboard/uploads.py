@@ -56,6 +56,13 @@ class UploadFolder:
             for reason, names in by_reason.items()
         ]
 
+    def names_by_path(self, uploads: Sequence[UploadedFile]) -> dict[str, str]:
+        """Names of the files as the person knows them by their paths here; that of the folder comes last."""
+        stored = {
+            str(self.folder / self.names[upload.file_id]): upload for upload in uploads if upload.file_id in self.names
+        }
+        return {path: upload.name for path, upload in stored.items()} | {str(self.folder): "the uploaded files"}
+
     def update(self, uploads: Sequence[UploadedFile]) -> None:
         """Store the new uploads and remove those that the widget no longer has."""
         current = {upload.file_id for upload in uploads}
@@ -140,6 +147,7 @@ def choose() -> RunEntry | None:
         folder = _session_folder()
         with st.spinner("Unpacking"):
             folder.update(uploads)
+        st.session_state[widgets.UPLOAD_NAMES] = folder.names_by_path(uploads)
         for problem in folder.problems():
             st.error(widgets.plain(problem))
     if not folder.names:

@@ -29,6 +29,8 @@ RUN = "run"
 OTHERS = "compare"
 UNKNOWN_RUN = "unknown_run"
 """The state with the run that the address named and that is not listed."""
+UPLOAD_NAMES = "upload_names"
+"""The state with the names of uploaded files, as the person knows them, by their paths on the server."""
 MISSING = "—"
 FULL_NAME = "full name"
 _MAX_WHOLE_NAME = 60
@@ -163,7 +165,9 @@ def note(text: str) -> None:
 
 
 def problem(message: str) -> None:
-    """Show an error as text; a command at its end as code, to copy."""
+    """Show an error as text, with uploaded files by the names that the person knows; a command at its end as code."""
+    for path, name in st.session_state.get(UPLOAD_NAMES, {}).items():
+        message = message.replace(path, name)
     command = _COMMAND.search(message)
     st.error(plain(message[: command.start()] if command else message), icon=":material/error:")
     if command:

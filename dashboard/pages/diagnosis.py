@@ -11,7 +11,7 @@ from dashboard.run_store import OpenRun, tables
 from dashboard.sections import data_trust, what_if
 from dashboard.url_state import bind, bind_flag
 from tracekit.model import units
-from tracekit.report import charts, headlines, html, html_fragments, phrases, rank_selection
+from tracekit.report import charts, figures, headlines, html, html_fragments, phrases, rank_selection
 from tracekit.report import json as report_json
 
 BY_RANK, BY_STEP = "by rank", "by step"
@@ -64,8 +64,7 @@ def _breakdown(run: OpenRun) -> tuple[pl.DataFrame, go.Figure | None]:
     drawn_ranks = run.result_of(rank_selection.drawn_ranks)
     if widgets.segments("Bars", "bars", (BY_RANK, BY_STEP)) == BY_RANK or by_step.is_empty():
         widgets.chart(charts.breakdown(by_rank, drawn_ranks), key="breakdown_by_rank")
-        window = "the whole profiled window" if by_step.is_empty() else units.numbers("step", by_step["step"])
-        widgets.caption(f"Sums over {window} of each rank. The shares above are of the same time, over all ranks.")
+        widgets.caption(run.result_of(figures.breakdown_caption))
         widgets.note(rank_selection.selection_note(run.run))
         return by_rank, None
     ranks = by_step["rank"].unique().sort().to_list()

@@ -19,7 +19,7 @@ from tracekit.model import escaping, units
 from tracekit.report import charts
 from tracekit.report.headlines import Headline
 
-ROW_PX = 35
+ROW_PX, HEADER_PX = 78, 38
 MAX_HEIGHT_PX = 740
 MAX_NAME = 60
 MAX_SKIPPED = 200
@@ -160,23 +160,26 @@ def _table(entries: Sequence[RunEntry]) -> list[RunEntry]:
         on_select="rerun",
         selection_mode="multi-row",
         column_config={
-            # In a narrow window, all columns up to the costliest finding are visible.
-            "run": config.TextColumn(width=120),  # pinned, Streamlit would write it in grey
+            # In a window of 800 pixels, all columns up to the date are visible.
+            "run": config.TextColumn(width=104),  # pinned, Streamlit would write it in grey
             "open": config.LinkColumn(display_text="open", help="Opens the run in a new tab"),
-            "verdict": config.MultiselectColumn(width=104, options=chips, color=[_colour(c) for c in chips]),
-            "step_ns": config.NumberColumn("step time", width=80, format=f"%.{2 if unit == 's' else 1}f {unit}"),
+            "verdict": config.MultiselectColumn(width=96, options=chips, color=[_colour(c) for c in chips]),
+            "step_ns": config.NumberColumn("step time", width=72, format=f"%.{2 if unit == 's' else 1}f {unit}"),
             "steps": config.LineChartColumn("steps", width="small", y_min=0, color=charts.COLOURS["compute"]),
             "exposed": config.NumberColumn(format="%.1f%%", help="Share of the time in exposed communication"),
             "saving": config.NumberColumn(
-                width=62,
+                width=58,
                 format="%.1f%%",
                 help="Potential saving: cost of the most expensive finding, as a share of the step",
             ),
-            "costliest finding": config.TextColumn(width="large"),
+            "costliest finding": config.TextColumn(
+                width=136, help="Its saving, of the step time, is in the next column"
+            ),
             "recorded": config.DatetimeColumn("recorded", width=84, format=_date_format(table), timezone="UTC"),
             "size": config.NumberColumn(format="%.2f MiB"),
         },
-        height=min(ROW_PX * (len(entries) + 1) + 3, MAX_HEIGHT_PX),
+        row_height=ROW_PX,  # above 4 rem, Streamlit wraps text: a finding into four lines
+        height=min(ROW_PX * len(entries) + HEADER_PX, MAX_HEIGHT_PX),
         selection_default={"selection": {"rows": selected_rows}},
         key=key,
     )

@@ -266,7 +266,9 @@ def _open_entry(entry: RunEntry) -> OpenRun:
     crashed: dict[str, RuleError] = {}
     read_settings = settings.read_settings()
     opening = first_opening.under_way(_opening_key(entry))
-    callbacks: dict[str, Any] = {"on_crash": crashed.__setitem__, "on_progress": opening and opening.on_progress}
+    callbacks: dict[str, Any] = {"on_crash": crashed.__setitem__}
+    if opening is not None:
+        callbacks |= {"on_progress": opening.on_progress, "on_rule": opening.on_rule}
     if entry.is_private:
         run = loader.load(entry.path, cache=False, settings=read_settings)
         return OpenRun(run, report=engine.check(run, facts=_FACTS, **callbacks), entry=entry, crashed_rules=crashed)

@@ -6,7 +6,7 @@ on, and its result is there when the run is opened again.
 
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from typing import Generic, TypeVar
 
@@ -15,6 +15,7 @@ from streamlit.runtime.scriptrunner import add_script_run_ctx, get_script_run_ct
 
 from tracekit.analysis.time import breakdown
 from tracekit.model.run import MeasuredTrace
+from tracekit.rules.rule import Finding, Severity
 
 _T = TypeVar("_T")
 
@@ -27,6 +28,10 @@ class FirstOpening(Generic[_T]):
         self.began_s = time.monotonic()
         self.read_traces, self.traces = 0, 0
         """How many traces were read so far, and how many there are: 0 while that is not known."""
+        self.judged_rules, self.rules = 0, 0
+        """How many rules have judged the run so far, and how many will: 0 until all traces are read."""
+        self.first_claims: list[str] = []
+        """What the warnings and errors found so far claim; their costs are known at the end."""
         self._read_bytes, self._bytes, self._read_s = 0, 0, 0.0
         self._steps: list[pl.DataFrame] = []
         self._windows: list[pl.DataFrame] = []
@@ -56,6 +61,11 @@ class FirstOpening(Generic[_T]):
                 tables.append(measured.tables[fact].select(*source, pl.all()))
         self._read_s = time.monotonic()
         self.read_traces += 1
+
+    def on_rule(self, judged_rules: int, rules: int, findings: Sequence[Finding]) -> None:
+        """Note that a rule has judged the run."""
+        self.first_claims += [finding.claim for finding in findings if finding.severity > Severity.INFO]
+        self.judged_rules, self.rules = judged_rules, rules
 
     @property
     def remaining_s(self) -> float | None:

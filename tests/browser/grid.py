@@ -1,8 +1,9 @@
 """The list of runs as a person uses it: a table drawn on a canvas, with rows for screen readers."""
 
+from dashboard.pages.runs import ROW_PX
 from tests.browser.conftest import settle
 
-HEADER_PX, ROW_PX, BOX_PX = 35, 35, 17
+HEADER_PX, BOX_PX = 35, 17
 TABLE = "[data-testid=stDataFrame]"
 ROWS = f"{TABLE} canvas table tbody tr"
 
@@ -33,4 +34,4 @@ def select(page, *names):
 
 def select_first(page):
     """Click on the box before the first row of the first table."""
-    page.locator(TABLE).filter(visible=True).first.click(position={"x": BOX_PX, "y": HEADER_PX + ROW_PX / 2})
+    page.locator(TABLE).filter(visible=True).first.click(position={"x": BOX_PX, "y": HEADER_PX + BOX_PX})

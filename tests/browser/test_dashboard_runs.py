@@ -180,7 +180,8 @@ def test_an_uploaded_trace_is_visible_to_one_person_and_removed_with_the_page(
     bad.write_text("no trace at all")
     settle(other)
     _upload(other, bad)
-    expect(other.locator("[data-testid=stAlert]").first).to_be_visible()
+    expect(other.locator("[data-testid=stAlert]").first).to_contain_text("bad.json: ")
+    assert "tracekit-upload-" not in other.locator("body").inner_text()
     assert "my_secret_kernel" not in other.content()
     expect(title).to_be_visible()  # what another chooses and drops changes nothing here
     assert_clean(other)

@@ -11,8 +11,9 @@ from tests.support.rule_examples import program_on_streams, run_with_snapshots
 from tests.support.selection import others_in_accuracy
 from tracekit.analysis.time import breakdown
 from tracekit.ingest.readers import memory_snapshots
+from tracekit.model import escaping
 from tracekit.replay.allocator import memory_usage
-from tracekit.report import charts, figures, html
+from tracekit.report import charts, figures, headlines, html, phrases
 
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared" / "traces"
@@ -47,6 +48,13 @@ def test_the_report_of_a_recorded_run_lists_its_findings_and_inputs(sample):
         assert f'id="{found.id}"' in page
     for entry in report.inputs:
         assert entry.sha256 in page
+    moments = [finding for finding in report.findings if phrases.has_moment(finding)]
+    assert moments
+    assert page.count('<div class="tk-moment">') == len(moments)
+    verdict = headlines.verdict(report, run)
+    assert f"<b>{escaping.escape(verdict.text)}</b><span>{verdict.about}</span>" in page
+    assert page.index('class="tk-trust') < page.index('class="tk-numbers')
+    assert figures.FIGURES["breakdown"](run).caption.startswith("Sums over steps ")
     assert page.count('<script type="text/plain" id="plotly">') == 1
     assert 'id="figure-memory"' in page
     assert 'id="figure-lifetimes"' in page

@@ -82,13 +82,19 @@ def of_report(report: Report, run: Run) -> Iterator[tuple[str, RunFigure]]:
 
 
 def breakdown_by_rank(run: Run) -> RunFigure | None:
-    """Time of each rank: compute, exposed communication, exposed copies, idle."""
-    by_rank, (labels, more) = run.table(breakdown.by_rank), _drawn_ranks(run)
+    """Time of each rank over its steps: compute, exposed communication, exposed copies, idle."""
+    by_rank, (labels, more) = breakdown.steps_by_rank(run), _drawn_ranks(run)
     if by_rank.is_empty():
         return None
-    caption = "Time of each rank from its first activity to its last." + more
     numbers = escaping.frame(by_rank.select(_BREAKDOWN_COLUMNS))
-    return RunFigure("Where the time goes", caption, charts.breakdown(by_rank, labels), numbers)
+    return RunFigure("Where the time goes", breakdown_caption(run) + more, charts.breakdown(by_rank, labels), numbers)
+
+
+def breakdown_caption(run: Run) -> str:
+    """What `breakdown.steps_by_rank` adds up."""
+    steps = run.table(breakdown.by_step)["step"].drop_nulls().unique().sort()
+    window = units.numbers("step", steps) if steps.len() else "the whole profiled window"
+    return f"Sums over {window} of each rank. The shares above are of the same time, over all ranks."
 
 
 def steps(run: Run) -> RunFigure | None:

@@ -265,12 +265,11 @@ def snapshot(report: MemoryUsage, rank: int) -> Headline | None:
 
 def checkpoints(report: Report, run: Run) -> Headline | None:
     """Time for which saves block training."""
-    by_save = run.table(saves.by_save)
+    by_save, median = run.table(saves.by_save), saves.median_cost(run)
     if by_save.is_empty():
         return None
-    # As comparisons and budgets do: of two saves their mean. The rule blocking-checkpoint quotes one save.
-    blocked_ns, ratio = by_save.select(pl.col("blocked_ns", "overhead_ratio").median()).row(0)
-    text = f"{units.count(by_save.height, 'save')}: each blocks training for {_duration(blocked_ns)} (median)"
+    ratio = median["overhead_ratio"]
+    text = f"{units.count(by_save.height, 'save')}: each blocks training for {_duration(median['blocked_ns'])} (median)"
     if ratio is not None:
         text += f", {units.share(ratio)} of training time"
     return _about(text, _of(report, "CKPT"))

@@ -10,16 +10,17 @@ from typing import Any
 
 import plotly.graph_objects as go
 import plotly.io
+import polars as pl
 from plotly.offline import get_plotlyjs
 
 from tracekit.analysis.time import breakdown
 from tracekit.model import escaping, schema, units
 from tracekit.model.run import Run
 from tracekit.regression.gate import CheckResult
-from tracekit.report import charts, figures, html_fragments, phrases
+from tracekit.report import charts, figures, html_fragments, phrases, quoted_moment
 from tracekit.report.ci import results
 from tracekit.report.figures import RunFigure
-from tracekit.rules.rule import Report
+from tracekit.rules.rule import Finding, Report, is_data_quality
 
 
 def render(report: Report, run: Run) -> str:
@@ -140,18 +141,32 @@ def _mean_steps(names: Sequence[str], runs: Sequence[Run]) -> Mapping[str, RunFi
 def _section(report: Report, run: Run, gate: CheckResult | None = None) -> dict[str, Any]:
     """Values of one run for the macro `report` and page.html.j2, without figures."""
     clock = breakdown.run_clock(run) if report.findings else schema.empty(breakdown.RUN_CLOCK)
+    doubts = [finding for finding in report.findings if is_data_quality(finding.code)]
+    performance = [finding for finding in report.findings if finding not in doubts]
     inputs = [(file.path, units.size(file.size_bytes), file.sha256) for file in report.inputs]
     return {
         "name": run.name,
         "subtitle": phrases.subtitle(run),
         "gate_verdict": html_fragments.gate_verdict(gate) if gate else "",
-        "verdict": html_fragments.verdict(report.findings, phrases.cannot_judge(report)),
+        "verdict": html_fragments.verdict(performance, phrases.cannot_judge(report)),
+        "trust": html_fragments.data_quality(doubts),
         "numbers": html_fragments.numbers(html_fragments.headline_numbers(run)),
         "gate_tables": html_fragments.gate_tables(gate) if gate else "",
-        "findings": [(f, html_fragments.finding(f), html_fragments.evidence(f, clock)) for f in report.findings],
+        "findings": [
+            (finding, _card(finding, run, clock), html_fragments.evidence(finding, clock))
+            for finding in (*performance, *doubts)
+        ],
         "notes": report.notes,
         "inputs": escaping.html_table(("file", "size", "SHA-256"), inputs, right=(False, True, False)),
     }
+
+
+def _card(finding: Finding, run: Run, clock: pl.DataFrame) -> str:
+    """Finding with the picture of the moment that it quotes, as the page Diagnosis shows it."""
+    card = html_fragments.finding(finding)
+    if not phrases.has_moment(finding):
+        return card
+    return card + quoted_moment.picture(finding, run.table(breakdown.by_step), clock)
 
 
 def _hash(script: str) -> str:

@@ -134,9 +134,9 @@ def gate_document(gate: CheckResult) -> dict[str, Any]:
 
 
 def summary_rows(run: Run) -> list[dict[str, Any]]:
-    """Return the breakdown's rows: one per rank and step, then one per rank with step null."""
+    """Return the breakdown's rows: one per rank and step, then one per rank with step null: of its marked steps."""
     by_step = breakdown.slowest_device_by_step(run).drop_nulls("step")
-    return [*by_step.to_dicts(), *breakdown.slowest_device_by_rank(run).to_dicts()]
+    return [*by_step.to_dicts(), *breakdown.slowest_device_in_steps(run).to_dicts()]
 
 
 def schema() -> str:

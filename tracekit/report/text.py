@@ -186,7 +186,7 @@ def metric_cells(gate: CheckResult, compared: Comparison) -> Cells:
 
 def _run_line(run: Run) -> Line:
     """What run it is, and its mean step, of which savings are shares; the median where it differs as printed."""
-    mean_ns, median_ns = breakdown.mean_step_ns(run), breakdown.median_step_ns(run)
+    mean_ns, median_ns = breakdown.mean_step_ns(run), breakdown.step_time_ns(run)
     parts = [phrases.subtitle(run)]
     if mean_ns is not None and median_ns is not None:
         noun, per = ("iteration", "an iteration") if has_found_iterations(run) else ("step", "a step")

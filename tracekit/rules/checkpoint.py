@@ -15,7 +15,7 @@ from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
 from tracekit.replay.graph.causes.host import CHECKPOINT
 from tracekit.rules.host import io_sentence
-from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first, median_name, median_row
+from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first, median_row
 
 _EVIDENCE_ROWS = 60
 _FIXES = {
@@ -43,9 +43,10 @@ class BlockingCheckpoint(Rule):
     time.
 
     How it is measured: from the checkpoint log: the total of all saves after one step, the longest over the ranks,
-    relative to the training time between saves in the metrics log. The message quotes the median step and breaks down
-    the longest of its saves. Ranks meet after planning, after writing and at the end. Between two meetings, the rank
-    with most work of its own is the one the others wait for (waiting is not work), and its longest stage is reported.
+    relative to the training time between saves in the metrics log. The message has the medians of all saves, and breaks
+    down the save next to the median (of several after one step, the longest). Ranks meet after planning, after writing
+    and at the end. Between two meetings, the rank with most work of its own is the one the others wait for (waiting is
+    not work), and its longest stage is reported.
     Without a log, spans of the trace that are named like saves (record_function annotations, or functions in traces
     with stacks) count: what their steps take longer than the others, at least the device's idle time in them, as a
     share of the profiled steps. The message says if a save may be rare.
@@ -99,14 +100,16 @@ class BlockingCheckpoint(Rule):
         quoted_stages = stages.filter(pl.col("checkpoint") == quoted["checkpoint"])
         path = stalls.critical_path(quoted_stages)
         critical = path.row(0, named=True) if path.height else {}
-        blocked_ns, steps = median_save["blocked_ns"], median_save["interval_steps"]
-        is_known, overhead = median_save["overhead_ratio"] is not None, median_save["overhead_ratio"] or 0.0
+        median = saves.median_cost(run)
+        blocked_ns, steps = median["blocked_ns"] or 0.0, median["interval_steps"]
+        is_known, overhead = median["overhead_ratio"] is not None, median["overhead_ratio"] or 0.0
         over = f", {units.share(overhead)} of training time" if is_known else ""
         other_saves = median_save["saves"] - 1
         more = f" and {other_saves} more after that step" if other_saves else ""
-        quoted_save = f"{median_save['save']}{more}" + (
-            f", the {median_name(after_steps.height)} of {after_steps.height} saves" if after_steps.height > 1 else ""
-        )
+        quoted_save = f"{median_save['save']}{more}"
+        saved_often = median["saves"] > 1
+        which = f"median of {median['saves']} saves" if saved_often else quoted_save
+        stage = _slowest_stage(critical, quoted_stages, quoted_save if saved_often else "")
         # Of a save that dcp.async_save made already, only the longest stage can be shorter.
         logged = run.table(saves.stages).filter(pl.col("save") == quoted["checkpoint"])
         is_background = logged.filter(~pl.col("blocking") | (pl.col("call") == "dcp.async_save")).height > 0
@@ -117,8 +120,7 @@ class BlockingCheckpoint(Rule):
         return Finding(
             self.code,
             Severity.WARNING,
-            f"A checkpoint blocks training for {units.duration(blocked_ns)}{over} "
-            f"({quoted_save}){_slowest_stage(critical, quoted_stages)}{io_calls}",
+            f"A checkpoint blocks training for {units.duration(blocked_ns)}{over} ({which}){stage}{io_calls}",
             " ".join(fixes) or "Wait for the future of dcp.async_save only before the next save.",
             impact=overhead,
             is_of_training=True,
@@ -177,16 +179,18 @@ _SPAN_PARTS = {
 }
 
 
-def _slowest_stage(critical: dict[str, Any], stages: pl.DataFrame) -> str:
+def _slowest_stage(critical: dict[str, Any], stages: pl.DataFrame, save: str) -> str:
+    """Sentence on the longest stage; `save` is the name of the save that it is of, '' where that was said."""
     if not critical:
         return "."
+    longest = f". In {save}, the longest stage" if save else ". The longest stage"
     stage_ns, leg_ns = critical["dur_ns"], critical["leg_ns"]
     share = f" ({units.share(stage_ns / leg_ns)} of its work)" if leg_ns > stage_ns else ""
     waits = stages.filter(pl.col("stage") == conventions.WAIT, pl.col("rank") != critical["rank"])
-    longest = largest_first(waits, "dur_ns", "rank").head(1)
-    waiting = [f"; rank {r} waits {units.duration(ns)} in total" for r, ns in longest.select("rank", "dur_ns").rows()]
+    wait = largest_first(waits, "dur_ns", "rank").head(1)
+    waiting = [f"; rank {r} waits {units.duration(ns)} in total" for r, ns in wait.select("rank", "dur_ns").rows()]
     return (
-        f". The longest stage is {critical['stage']} on rank {critical['rank']}, "
+        f"{longest} is {critical['stage']} on rank {critical['rank']}, "
         f"{units.duration(stage_ns)}{share}{''.join(waiting)}."
     )
 

@@ -94,8 +94,8 @@ class SuboptimalInterval(Rule):
         all_saves = saves.by_training_step(blocking, run.table(saves.by_rank))
         if self.mtbf_s <= 0 or all_saves.is_empty():
             return
-        row = median_row(all_saves, "blocked_ns", "start_ns")
-        blocked_s, interval_s = row["blocked_ns"] / 1e9, row["interval_ns"] / 1e9
+        row, median_ns = median_row(all_saves, "blocked_ns", "start_ns"), saves.median_cost(run)["blocked_ns"]
+        blocked_s, interval_s = median_ns / 1e9, row["interval_ns"] / 1e9
         best_s = plan.best_interval_s(blocked_s, self.mtbf_s)
         if interval_s <= 0 or 1 / self.max_interval_ratio <= interval_s / best_s <= self.max_interval_ratio:
             return
@@ -106,7 +106,7 @@ class SuboptimalInterval(Rule):
             Severity.WARNING,
             f"Checkpoints are too {often}: one every {units.long_duration(interval_s)} loses {units.share(waste)} "
             f"of the time, and one every {units.long_duration(best_s)} would lose {units.share(best_waste)} (with "
-            f"{units.duration(row['blocked_ns'])} per save and a failure every {units.long_duration(self.mtbf_s)}).",
+            f"{units.duration(median_ns)} per save and a failure every {units.long_duration(self.mtbf_s)}).",
             f"Save every {units.long_duration(best_s)}. Shorter saves shorten the optimal interval.",
             impact=min(1.0, max(0.0, waste - best_waste)),
             is_of_training=True,

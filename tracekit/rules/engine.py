@@ -57,6 +57,8 @@ _UNCERTAIN = 0.3
 FACTS: tuple[TraceFact, ...] = (
     trace_quality.data_quality, trace_quality.cut_steps, contents.contents, breakdown.by_step,
 )  # fmt: skip
+OnRule = Callable[[int, int, Sequence[Finding]], None]
+"""Receives how many rules have judged, how many will, and the findings of the last one, before they are priced."""
 
 
 def check(
@@ -65,6 +67,7 @@ def check(
     *,
     facts: Iterable[TraceFact] = (),
     on_progress: OnTrace | None = None,
+    on_rule: OnRule | None = None,
     on_crash: Callable[[str, RuleError], None] | None = None,
 ) -> Report:
     """Judge a run by rules.
@@ -78,6 +81,7 @@ def check(
         rules: The rules, with their thresholds; by default all rules with their default thresholds.
         facts: Facts that are needed later, to be measured in the same pass.
         on_progress: Called after each trace.
+        on_rule: Called after each rule.
         on_crash: Called with the rule's code and the error if a rule crashes. The report then names the rule among
             those that could not judge.
 
@@ -102,9 +106,8 @@ def check(
     findings: list[Finding] = []
     unrecorded = _blind_reasons(run, selected)
     blind_spots = dict(unrecorded)
-    for rule in selected:
-        if rule.code in unrecorded:
-            continue
+    judging = [rule for rule in selected if rule.code not in unrecorded]
+    for number, rule in enumerate(judging, start=1):
         try:
             blind, rule_findings = _judge(rule, run)
         except RuleError as error:
@@ -113,6 +116,8 @@ def check(
             on_crash(rule.code, error)
             blind, rule_findings = f"the rule crashed, which is a bug of the rule: {error.__cause__!r}", ()
         findings += rule_findings
+        if on_rule is not None:
+            on_rule(number, len(judging), rule_findings)
         blind_spots |= {rule.code: blind} if blind else {}
     files = {source.path: source for source in run.sources}  # a file may have the traces of several ranks
     inputs = tuple(_input(source) for source in files.values())

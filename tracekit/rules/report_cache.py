@@ -53,12 +53,13 @@ def report(
     surveys: Iterable[Fact[Run]] = (),
     settings: ReadSettings = NO_SETTINGS,
     on_progress: OnTrace | None = None,
+    on_rule: engine.OnRule | None = None,
     on_crash: Callable[[str, RuleError], None] | None = None,
 ) -> Report:
     """Return the report of a run by all rules with default thresholds, from the cache if it is there.
 
     Its run has measured `facts` and `surveys`, and the facts of all rules; `settings` are as in `loader.load`,
-    `on_crash` as in `engine.check`. A report without a rule that crashed is not stored. Raises the errors of both.
+    the callbacks as in `engine.check`. A report without a rule that crashed is not stored. Raises the errors of both.
     """
     key = run_key(path, settings=settings)
     cached = get(key, path, settings) if key is not None else None
@@ -73,7 +74,7 @@ def report(
             raise error
         on_crash(code, error)
 
-    new_report = engine.check(run, facts=facts, on_progress=on_progress, on_crash=note)
+    new_report = engine.check(run, facts=facts, on_progress=on_progress, on_rule=on_rule, on_crash=note)
     for survey in surveys:
         run.table(survey)
     if (

@@ -16,7 +16,8 @@ from tests.support.kineto_files import trace, write
 from tracekit.analysis.time import breakdown
 from tracekit.errors import InputError
 from tracekit.ingest import loader
-from tracekit.rules import cost_attribution
+from tracekit.rules import cost_attribution, engine
+from tracekit.rules.rule import Severity
 
 SAMPLE = Path(__file__).parents[3] / "sample_traces" / "demo-fsdp2"
 ENTRY = RunEntry("demo", str(SAMPLE), files=2, size_bytes=3 << 20)
@@ -77,7 +78,23 @@ def test_progress_counts_the_first_pass_and_estimates_the_rest_by_bytes():
     assert opening.remaining_s == 0
     opening.on_progress(first)  # a replay reads traces again
     assert opening.read_traces == 2
-    assert page_opening._progress(ENTRY, opening) == "2 of 2 traces read; comparing the ranks and judging the run"
+    assert page_opening._progress(ENTRY, opening) == "2 of 2 traces read; comparing the ranks"
+
+
+def test_findings_of_rules_are_there_before_the_last_rule_has_judged():
+    run, opening, shown = loader.load(SAMPLE, cache=False), FirstOpening(), []
+
+    def on_rule(*progress):
+        opening.on_rule(*progress)
+        shown.append((page_opening._progress(ENTRY, opening), len(opening.first_claims)))
+
+    report = engine.check(run, facts=FACTS, on_progress=opening.on_progress, on_rule=on_rule)
+    (first, *_, last), counts = (text for text, _ in shown), [count for _, count in shown]
+    assert first.endswith(f"; 1 of {len(shown)} rules applied")
+    assert last.endswith("; pricing the findings by replays")
+    assert 0 < counts[len(shown) // 2] <= counts[-1]
+    priced = {finding.claim for finding in report.findings if finding.severity > Severity.INFO}
+    assert priced & set(opening.first_claims)
 
 
 def test_a_trace_that_cannot_be_read_counts_as_read(tmp_path):
@@ -142,7 +159,7 @@ def test_a_page_shows_no_progress_once_the_run_is_open(monkeypatch, tmp_path):
 
     def progress(*of):
         drawn.append(show(*of))
-        if drawn[-1] == "2 of 2 traces read; comparing the ranks and judging the run":
+        if drawn[-1] == "2 of 2 traces read; pricing the findings by replays":
             is_compared.set()
         return drawn[-1]
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import gzip
+import io
 import json
 import os
 import shutil
@@ -19,6 +20,7 @@ from dashboard import run_catalog, run_store, runs_table, settings, uploads, wid
 from dashboard.run_entry import SETTLED_S, RunEntry
 from dashboard.runs_table import RunFilter
 from tests.browser import recorded
+from tests.support.dashboard_pages import testing
 from tracekit.cli.commands.dashboard import dashboard as serve
 from tracekit.errors import InputError
 from tracekit.ingest import disk_cache
@@ -468,3 +470,34 @@ def test_runs_have_the_devices_of_the_settings_where_the_dashboard_was_started(t
 )
 def test_a_column_that_the_browser_would_clip_has_a_width(texts, expected):
     assert widgets._width_px(texts) == expected
+
+
+class Upload(io.BytesIO):
+    """A file as Streamlit hands it over."""
+
+    def __init__(self, name, content):
+        super().__init__(content)
+        self.name, self.file_id, self.size = name, name, len(content)
+
+
+def test_messages_on_uploaded_files_name_them_as_the_person_does(tmp_path):
+    def script():
+        import streamlit as st
+
+        from dashboard import widgets
+
+        widgets.problem(st.session_state["message"])
+
+    chosen = [Upload("my trace (1).json", b"{"), Upload("notes.txt", b"none")]
+    folder = uploads.UploadFolder(tmp_path)
+    folder.update(chosen)
+    (stored,) = tmp_path.iterdir()
+    app = testing.AppTest.from_function(script)
+    app.session_state[widgets.UPLOAD_NAMES] = folder.names_by_path(chosen)
+    for message, shown in (
+        (f"{stored}: no complete event", "my trace (1).json: no complete event"),
+        (f"{tmp_path}: no trace files here", "the uploaded files: no trace files here"),
+    ):
+        app.session_state["message"] = message
+        app.run()
+        assert app.error[0].value == widgets.plain(shown)

@@ -190,6 +190,18 @@ def by_training_step(some: pl.DataFrame, by_rank: pl.DataFrame) -> pl.DataFrame:
     )
 
 
+def median_cost(run: Run) -> dict[str, Any]:
+    """Medians over all steps after which the run saves and training waits, as comparisons state them.
+
+    Of an even number of saves it is the mean of the middle two. Keys saves (how many such steps), blocked_ns (float),
+    overhead_ratio, interval_ns and interval_steps; None where unknown, and in a run without such saves.
+    """
+    blocking = run.table(by_save).filter(pl.col("blocked_ns") > 0)
+    costs = by_training_step(blocking, run.table(by_rank))
+    medians = pl.col("blocked_ns", "overhead_ratio", "interval_ns", "interval_steps").median()
+    return costs.select(pl.len().alias("saves"), medians).row(0, named=True)
+
+
 def _after_steps(some: pl.DataFrame, by_rank: pl.DataFrame) -> pl.DataFrame:
     """Columns of `by_training_step` except those of the interval."""
     blocked_ns, key = pl.col("blocked_ns"), ["step", "save_without_step"]

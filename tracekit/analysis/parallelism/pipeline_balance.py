@@ -34,7 +34,7 @@ class Balance:
     `layer_ns` is the time of a layer on each stage, `rank_of` the place of its rank in the pipeline; `layers` and
     `better_layers` are empty where the manifest states none. `saved_ns` is what the step is shorter with the better
     division, `slow_saved_ns` if the layers of the slowest stage, and of others on its rank, took as long as those of
-    other stages; both by the schedule, without links, on a step of `duration_ns`.
+    other stages; both by the schedule, without links. `duration_ns` is the recorded step, median of passes and ranks.
     """
 
     stage_ns: tuple[int, ...]
@@ -118,9 +118,9 @@ def own_times(run: Run) -> pl.DataFrame:
 def balance(run: Run) -> Balance | None:
     """Return the balance of the stages over all steps; None without a pass through two stages or more that compute."""
     times = run.table(stage_times).group_by("stage").agg(pl.col("stage_ns").median()).sort("stage")
-    cases = run.table(pipeline_bubbles.schedule_cases)
+    passes = run.table(pipeline_bubbles.pipeline_bubbles)
     stages = times.height
-    if stages < 2 or cases.is_empty() or times["stage"].to_list() != list(range(stages)):
+    if stages < 2 or passes.is_empty() or times["stage"].to_list() != list(range(stages)):
         return None
     stage_ns = times["stage_ns"].to_list()
     if min(stage_ns) <= 0:  # waits that are longer than what contains them
@@ -148,7 +148,7 @@ def balance(run: Run) -> Balance | None:
         tuple(better),
         saved_ns=saved_ns,
         slow_saved_ns=0,
-        duration_ns=round(cases["stages_duration_ns"].median() or 0),  # type: ignore[arg-type]
+        duration_ns=round(float(str(passes["duration_ns"].median() or 0))),
     )
     slow = result.of_same_rank(result.slowest)
     usual = [1 / max(1.0, result.slowdown(stage)) if stage in slow else 1.0 for stage in range(stages)]

@@ -260,20 +260,9 @@ def mean_step_ns(run: Run) -> float | None:
     steps = slowest_device_by_step(run).drop_nulls("step")
     if steps.is_empty():
         return None
-    return int(_of_slowest_ranks(steps)["duration_ns"].sum()) / steps.select("window", "step").n_unique()
-
-
-def median_step_ns(run: Run) -> float | None:
-    """Median in ns of the steps that `mean_step_ns` is the mean of: those of each window's slowest rank."""
-    steps = _of_slowest_ranks(slowest_device_by_step(run).drop_nulls("step"))
-    return None if steps.is_empty() else float(steps.select(pl.col("duration_ns").median()).item())
-
-
-def _of_slowest_ranks(steps: pl.DataFrame) -> pl.DataFrame:
-    """The steps, in the columns of `breakdown`, of the rank that takes longest in each window."""
     totals = steps.group_by("window", "rank").agg(pl.col("duration_ns").sum())
-    slowest = totals.sort("duration_ns", "rank", descending=[True, False]).unique("window", keep="first")
-    return steps.join(slowest.select("window", "rank"), on=["window", "rank"], how="semi")
+    longest_ns = totals.group_by("window").agg(pl.col("duration_ns").max())["duration_ns"].sum()
+    return int(longest_ns) / steps.select("window", "step").n_unique()
 
 
 def step_times(run: Run) -> pl.DataFrame:

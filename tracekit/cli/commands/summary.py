@@ -102,7 +102,7 @@ def _missing_work(run: "Run") -> str | None:
 def _by_rank() -> "View":
     from tracekit.analysis.time import breakdown
 
-    return [breakdown.by_rank, breakdown.by_step], breakdown.slowest_device_by_rank
+    return [breakdown.by_rank, breakdown.by_step], breakdown.slowest_device_in_steps
 
 
 def _by_step() -> "View":

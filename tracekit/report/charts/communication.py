@@ -1,5 +1,6 @@
 """Communication: overlapped and exposed, bandwidth, waits between ranks; causes of gaps of compute and collectives."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import plotly.graph_objects as go
@@ -105,19 +106,12 @@ def wait_matrix(waited: pl.DataFrame, ranks: Sequence[int]) -> go.Figure:
     )
     if len(ranks) <= _MOST_NUMBERED:
         _write_times(figure, grid)
-    few = len(ranks) <= 2 * _MOST_NUMBERED
-    places = [list(range(len(axis_ranks))) if few else None for axis_ranks in (columns, ranks)]
-    figure.update_xaxes(tickvals=places[0], ticktext=[f"for {name}" for name in names], showgrid=False, fixedrange=True)
-    figure.update_yaxes(
-        tickvals=places[1],
-        ticktext=[f"rank {rank} waits" for rank in ranks],
-        range=[len(ranks) - 0.5, -0.5],
-        ticks="",
-        showgrid=False,
-        fixedrange=True,
-    )
-    if not few:
-        figure.update_xaxes(title="late rank").update_yaxes(title="waiting rank")
+    late, waiting = [f"for {name}" for name in names], [f"rank {rank} waits" for rank in ranks]
+    for labels, axis in ((late, figure.layout.xaxis), (waiting, figure.layout.yaxis)):
+        numbered = range(0, len(labels), math.ceil(len(labels) / (2 * _MOST_NUMBERED)))
+        axis.update(tickvals=list(numbered), ticktext=[labels[place] for place in numbered])
+    figure.update_xaxes(showgrid=False, fixedrange=True)
+    figure.update_yaxes(range=[len(ranks) - 0.5, -0.5], ticks="", showgrid=False, fixedrange=True)
     return style.with_style(figure, height_px=min(130 + 40 * len(ranks), 760))
 
 

@@ -122,7 +122,7 @@ class Answers:
             "verdict": quote(verdict, MAX_SENTENCE),
             "ranks": len(opened.ranks),
             "mean_step_ns": breakdown.mean_step_ns(opened),
-            "median_step_ns": breakdown.median_step_ns(opened),
+            "median_step_ns": breakdown.step_time_ns(opened),
             "findings": [_brief_finding(finding) for finding in findings],
             "time_of_all_ranks": _means(shares, ratios),
             "data": {
