@@ -197,14 +197,15 @@ def serve(*runs: Path) -> Iterator[tuple[str, int]]:
     command += ["--server.port", str(port), "--", *map(str, runs)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=_environment())
     try:
-        _wait_until_healthy(port)
+        wait_until_healthy(port)
         yield f"http://127.0.0.1:{port}", process.pid
     finally:
         process.terminate()
         process.wait(20)
 
 
-def _wait_until_healthy(port: int) -> None:
+def wait_until_healthy(port: int) -> None:
+    """Return when a dashboard of this machine answers at a port. Raises SystemExit after a minute."""
     for _ in range(300):
         with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/_stcore/health", timeout=2):
             return

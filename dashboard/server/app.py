@@ -13,6 +13,7 @@ from pathlib import Path
 import streamlit as st
 from starlette.middleware import Middleware
 
+from dashboard.server import expired_sessions
 from dashboard.server.own_origin import OwnOrigin
 from dashboard.server.page_style import PageStyle
 from dashboard.server.session_messages import SessionMessages
@@ -28,7 +29,8 @@ async def _lifespan(_: st.App) -> AsyncIterator[None]:
     if OPEN_BROWSER in sys.argv:
         address, port = st.get_option("browser.serverAddress"), st.get_option("server.port")
         threading.Timer(_BROWSER_DELAY_S, webbrowser.open, [f"http://{address}:{port}"]).start()
-    yield
+    async with expired_sessions.removal():
+        yield
 
 
 _hosts = tuple(word.removeprefix(ALLOW_HOST) for word in sys.argv if word.startswith(ALLOW_HOST))

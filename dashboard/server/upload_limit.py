@@ -1,9 +1,11 @@
 """Refuses uploads beyond a limit: Streamlit has no limit of their number, and stores them in memory."""
 
+import logging
 from collections import Counter
 from collections.abc import Mapping
 
 from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from streamlit import runtime
@@ -11,6 +13,7 @@ from streamlit import runtime
 from dashboard import uploads
 from tracekit.model import units
 
+log = logging.getLogger(__name__)
 MAX_TOTAL_BYTES = 2 << 30
 """Limit of all files of all sessions."""
 _PATH = "/_stcore/upload_file/"
@@ -41,6 +44,8 @@ class UploadLimit:
         self._arriving[session] += size_bytes
         try:
             await self._app(scope, receive, send)
+        except ClientDisconnect:
+            log.debug("the browser ended an upload before its end")  # nobody is left who could be answered
         finally:
             self._arriving[session] -= size_bytes
             self._arriving += Counter()  # without the sessions of which nothing is arriving

@@ -5,15 +5,18 @@ import gzip
 import json
 import select
 import socket
+import time
+import urllib.request
 
 import pytest
 
 from dashboard import uploads
 from dashboard.pages import all_pages
 from tests.browser import recorded
+from tests.browser.conftest import served
 from tests.support.dashboard_pages import addressed_pages
 from tests.support.selection import others_in_accuracy
-from tests.support.visitor import Visitor, WidgetState, xsrf_token
+from tests.support.visitor import TIMEOUT_S, Visitor, WidgetState, xsrf_token
 
 UPGRADE = (
     "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
@@ -176,6 +179,38 @@ def test_a_session_uploads_no_more_than_its_limit(server):
         answer = b"".join(iter(lambda: refused.recv(4096), b"")).decode()
         assert answer.split()[1] == "413"
         assert answer.endswith("the limit is 400 MiB for all files together")
+
+
+def test_an_idle_server_removes_the_uploads_of_a_closed_page(tmp_path, monkeypatch):
+    monkeypatch.setenv("STREAMLIT_SERVER_DISCONNECTED_SESSION_TTL", "1")
+    recorded.write_run(tmp_path / "good", kernel="gemm")
+    with served(tmp_path / "good", tmp_path) as server:
+        with Visitor(server.port) as visitor:
+            visitor.upload([("rank0.json.gz", TRACE)])
+            assert _uploaded_bytes(server) == len(TRACE)
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while _uploaded_bytes(server) and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+        assert _uploaded_bytes(server) == 0
+        assert not set(server.temporary.glob("*/rank0.json.gz"))
+
+
+def _uploaded_bytes(server):
+    """Bytes of uploads that the server stores, by its metrics, which no session is opened for."""
+    with urllib.request.urlopen(f"{server.url}/_stcore/metrics", timeout=TIMEOUT_S) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(int(line.rpartition(" ")[2]) for line in lines if "UploadedFileManager" in line)
+
+
+def test_an_upload_that_its_page_ends_writes_no_traceback(tmp_path):
+    recorded.write_run(tmp_path / "good", kernel="gemm")
+    with served(tmp_path / "good", tmp_path) as server, Visitor(server.port) as visitor:
+        visitor.open()
+        (url,) = visitor.upload_urls(["rank0.json.gz"])
+        visitor.send_part(url.upload_url, "rank0.json.gz", TRACE, part_bytes=len(TRACE) // 2)
+        statuses, _, _ = visitor.upload([("rank0.json.gz", TRACE)])
+        assert statuses == [204]
+    assert "Traceback" not in (tmp_path / "log").read_text()
 
 
 # Other sessions -------------------------------------------------------------------------------------------------------

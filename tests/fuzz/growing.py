@@ -658,6 +658,14 @@ def hang_ranks(folder: Path, n: int) -> None:
         )
 
 
+def hang_missing_ranks(folder: Path, n: int) -> None:
+    """Two of many ranks left dumps."""
+    for rank in range(2):
+        entries = [flight_records.entry("all_reduce", 1, state="started")]
+        document = flight_records.dump(entries, groups={flight_records.GROUP: list(range(n))})
+        _dump(folder, rank, document)
+
+
 def hang_pairs(folder: Path, n: int) -> None:
     """Ranks that wait for each other in a chain."""
     groups = {(str(i), f"pair {i}"): [i, i + 1] for i in range(n - 1)}
@@ -733,6 +741,7 @@ DIMENSIONS = {
     "frees of a snapshot": Dimension(4000, snapshot_frees, ("memory", "check", "replay")),
     "segments of a snapshot": Dimension(2000, snapshot_segments, ("memory", "check", "replay")),
     "stacks of a snapshot": Dimension(2000, snapshot_frames, ("memory", "check", "memory difference", "scrub")),
+    "ranks without hang dumps": Dimension(4000, hang_missing_ranks, ("hang", "hang text")),
     "entries of hang dumps": Dimension(2000, hang_entries, ("hang", "hang text")),
     "groups of hang dumps": Dimension(500, hang_groups, ("hang", "hang text")),
     "ranks of hang dumps": Dimension(32, hang_ranks, ("hang", "hang text")),

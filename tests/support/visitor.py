@@ -70,14 +70,18 @@ class Visitor:
     ) -> Answer:
         """Return what a page shows. `query` is the raw query of the address, or `choices` are its parameters."""
         began_s = time.monotonic()
+        self.start(page, widgets, urlencode(choices, errors="surrogatepass") if query is None else query)
+        messages = list(self._until("script_finished"))
+        return Answer(messages, time.monotonic() - began_s)
+
+    def start(self, page: str, widgets: Sequence[WidgetState], query: str = "") -> None:
+        """Ask for a page without waiting for it. `query` is the raw query of its address."""
         message = BackMsg()
         state = message.rerun_script
         state.page_name, state.page_script_hash = page, self._page_hash if widgets else ""
-        state.query_string = urlencode(choices, errors="surrogatepass") if query is None else query
+        state.query_string = query
         state.widget_states.widgets.extend(widgets)
         self._socket.send(message.SerializeToString())
-        messages = list(self._until("script_finished"))
-        return Answer(messages, time.monotonic() - began_s)
 
     def send(self, **fields: object) -> None:
         """Send a message with these fields of Streamlit's BackMsg; nothing answers it."""
@@ -135,13 +139,18 @@ class Visitor:
             self.address = next(page.url_pathname for page in pages if page.page_script_hash == self._page_hash)
         return message
 
-    def _put(self, path: str, name: str, content: bytes) -> int:
-        heading = f'--{_BOUNDARY}\r\nContent-Disposition: form-data; name="file"; filename="{_in_form(name)}"\r\n\r\n'
-        body = heading.encode("utf-8", "surrogateescape") + content + f"\r\n--{_BOUNDARY}--\r\n".encode()
-        token = xsrf_token(self.port)
-        headers = {"Content-Type": f"multipart/form-data; boundary={_BOUNDARY}", "X-Xsrftoken": token}
+    def send_part(self, path: str, name: str, content: bytes, *, part_bytes: int) -> None:
+        """Send the first bytes of a file to where the server takes it, and close the connection."""
+        body = _form(name, content)
+        headers = _upload_headers(self.port) | {"Content-Length": str(len(body))}
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT_S)
-        connection.request("PUT", path, body, headers | {"Cookie": f"_streamlit_xsrf={token}"})
+        connection.request("PUT", path, headers=headers)
+        connection.send(body[:part_bytes])
+        connection.close()
+
+    def _put(self, path: str, name: str, content: bytes) -> int:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT_S)
+        connection.request("PUT", path, _form(name, content), _upload_headers(self.port))
         status = connection.getresponse().status
         connection.close()
         return status
@@ -154,6 +163,18 @@ def xsrf_token(port: int) -> str:
     cookie = connection.getresponse().getheader("set-cookie", "")
     connection.close()
     return cookie.partition("=")[2].partition(";")[0]
+
+
+def _upload_headers(port: int) -> dict[str, str]:
+    token = xsrf_token(port)
+    content_type = f"multipart/form-data; boundary={_BOUNDARY}"
+    return {"Content-Type": content_type, "X-Xsrftoken": token, "Cookie": f"_streamlit_xsrf={token}"}
+
+
+def _form(name: str, content: bytes) -> bytes:
+    """Body of a form with one file."""
+    heading = f'--{_BOUNDARY}\r\nContent-Disposition: form-data; name="file"; filename="{_in_form(name)}"\r\n\r\n'
+    return heading.encode("utf-8", "surrogateescape") + content + f"\r\n--{_BOUNDARY}--\r\n".encode()
 
 
 def _in_form(name: str) -> str:

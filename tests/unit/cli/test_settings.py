@@ -175,6 +175,8 @@ WRONG = {
     "device memory": ('[devices."My GPU"]\npeak_bf16_tflops = 3', "so memory_gb_per_s is required"),
     "device empty": ("[devices.H100]", 'devices."H100": expected a name and some of peak_fp64_tflops'),
     "toml": ("fail_on = ", "is not valid TOML"),
+    "deep key": ("a" + ".b" * 101 + " = 1", "a key of more than 100 parts"),
+    "long": ("#" * (1 << 20) + "\n", "longer than 1 MiB"),
 }
 
 

@@ -264,6 +264,14 @@ def test_a_list_of_events_cannot_be_that_of_many_devices(tmp_path, wording):
         read(pickle.dumps(document([], *[history] * 1000)), tmp_path)
 
 
+def test_devices_beyond_those_that_pytorch_numbers_are_refused(tmp_path):
+    history = [event("alloc", 512, 512)]
+    most = memory_snapshots._MAX_DEVICES
+    assert len(read(pickle.dumps(document([], *[list(history) for _ in range(most)])), tmp_path).devices) == most
+    with pytest.raises(BadTraceError, match="129 devices"):
+        read(pickle.dumps(document([], *[list(history) for _ in range(most + 1)])), tmp_path)
+
+
 BOMBS = {
     "a memo that leaps": b"\x80\x02]r\xff\xff\xff\x7f.",
     "a memo that leaps, written out": b"(lp999999999\n.",

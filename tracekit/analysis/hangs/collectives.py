@@ -26,6 +26,10 @@ class Group:
         described = self.description if self.description not in ("", "undefined") else ""
         return f'group "{self.name}"' + (f" ({described})" if described else "")
 
+    def __hash__(self) -> int:
+        """Hash of the name: one of all ranks would be computed for each call and member, quadratic in the ranks."""
+        return hash(self.name)
+
 
 class Groups:
     """The groups of a job, found by a rank and the name that the rank has for the group."""

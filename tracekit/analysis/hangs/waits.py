@@ -39,14 +39,18 @@ class WaitGraph:
             edges[(_RANK, rank)] += [(_WAIT, wait) for wait in waits]
         for number, wait in enumerate(self.waits):
             edges[(_WAIT, number)] += [(_RANK, rank) for rank in wait.missing_ranks]
+        sources: dict[Node, list[Node]] = defaultdict(list)
+        for node, targets in edges.items():
+            for target in targets:
+                sources[target].append(node)
         roots = [
             Root(
                 tuple(sorted(n for kind, n in part if kind == _RANK)),
                 tuple(sorted(n for kind, n in part if kind == _WAIT)),
-                _leading_to(part, edges),
+                _leading_to(part, sources),
             )
             for part in _components(edges)
-            if not any(target not in part for node in part for target in edges[node])
+            if not any(target not in part for node in part for target in edges.get(node, ()))
         ]
         return sorted(roots, key=lambda root: (-len(root.led_ranks), root.ranks))
 
@@ -226,15 +230,11 @@ def _pop_component(node: Node, stack: list[Node], on_stack: set[Node]) -> frozen
             return frozenset(part)
 
 
-def _leading_to(part: frozenset[Node], edges: Mapping[Node, list[Node]]) -> tuple[int, ...]:
-    """Return the ranks from which a part of the graph can be reached."""
-    sources: dict[Node, list[Node]] = defaultdict(list)
-    for node, targets in list(edges.items()):
-        for target in targets:
-            sources[target].append(node)
+def _leading_to(part: frozenset[Node], sources: Mapping[Node, list[Node]]) -> tuple[int, ...]:
+    """Ranks from which a part of the graph can be reached; `sources` are the nodes that lead to each node directly."""
     reached, rest = set(part), list(part)
     while rest:
-        for node in sources[rest.pop()]:
+        for node in sources.get(rest.pop(), ()):
             if node not in reached:
                 reached.add(node)
                 rest.append(node)

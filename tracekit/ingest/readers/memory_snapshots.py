@@ -28,6 +28,8 @@ _MEMORY_ACTIONS = (
 _WINDOWS_PATH = r"^(?:[A-Za-z]:)?\\[^/]*$|^[A-Za-z]:\\"
 _COMMON_POOL = (0, 0)
 _MAX_ERROR_LENGTH = 200
+_MAX_DEVICES = 128
+"""c10 numbers devices by one signed byte (DeviceIndex). The history of each one takes 5 ms, whatever it has."""
 
 
 def read(path: str | Path, *, cache: bool = True) -> MemorySnapshot:
@@ -79,6 +81,9 @@ def _snapshot(path: str, document: Mapping[str, Any], columns: "_Columns") -> Me
     _refuse_missing(segments, ("device", "address", "stream", "kind", "total_bytes", "allocated_bytes", "active_bytes"))
     _refuse_missing(blocks, ("device", "segment_address", "address", "bytes", "state"))
     events = _events(document["device_traces"], document["actions"], columns)
+    device_count = len({*segments["device"].unique(), *events["device"].unique()})
+    if device_count > _MAX_DEVICES:
+        raise ValueError(f"{device_count:,} devices; PyTorch numbers at most {_MAX_DEVICES}")
     _refuse_missing(events.filter(pl.col("action").is_in(_MEMORY_ACTIONS)), ("address", "bytes", "stream"))
     # Table of frames; a path of Windows is written with slashes, as all that reads its parts expects.
     table = _frame(schema.FRAMES, ((number, *frame) for number, frame in enumerate(document["frames"])))

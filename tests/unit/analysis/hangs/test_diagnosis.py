@@ -1,6 +1,8 @@
 """The cause of a hang from the dumps of its ranks."""
 
 import json
+import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,9 @@ from tests.support.flight_records import BEGAN_NS, GROUP, SECOND_NS, done, dump,
 from tests.support.wording import Wording
 from tracekit.analysis.hangs import causes
 from tracekit.analysis.hangs.causes import Kind
+from tracekit.analysis.hangs.collectives import Group
 from tracekit.analysis.hangs.diagnosis import Diagnosis, diagnose
+from tracekit.analysis.hangs.waits import Wait, WaitGraph
 from tracekit.ingest.hang_dumps import flight_recorder
 from tracekit.model.hang_dump import Frame, HangDumps
 
@@ -269,6 +273,61 @@ def test_many_ranks_that_wait_for_one_are_summed_up(wording: Wording) -> None:
     found = diagnosed({rank: late if rank != 30 else done(STEP) for rank in range(40)})
     assert ranks_of(found) == [30]
     wording(found.verdict)
+
+
+def test_members_of_a_group_are_not_read_for_each_call_and_each_member() -> None:
+    class Members(tuple[int, ...]):
+        reads = 0
+
+        def __hash__(self) -> int:
+            Members.reads += 1
+            return super().__hash__()
+
+    members = Members(range(500))
+    waiting = {rank: flight_recorder.parse(_waiting_call(), rank=rank, path="x") for rank in range(2)}
+    groups = {"0": ("default_pg", members)}
+    dumps = HangDumps({rank: replace(dump, groups=groups) for rank, dump in waiting.items()})
+    assert diagnose(dumps).is_hang
+    assert Members.reads == 0
+
+
+def _waiting_call() -> Any:
+    recorder = {"rank": 0, "written_ns": BEGAN_NS + 60 * SECOND_NS}
+    stated = dump([entry("all_reduce", 1, state="started")], groups={GROUP: [0, 1]}, tracekit=recorder)
+    return json.loads(json.dumps(stated))
+
+
+def test_ranks_that_many_waits_lead_to_are_those_of_a_search_from_each_rank() -> None:
+    generator = random.Random(8)
+    for _ in range(50):
+        size = generator.randint(2, 8)
+        graph = WaitGraph(*_random_waits(generator, size))
+        for root in graph.roots():
+            others = set(range(size)) - (set(root.ranks) if len(root.ranks) == 1 else set())
+            targets = {(0, rank) for rank in root.ranks} | {(1, wait) for wait in root.waits}
+            assert set(root.led_ranks) == {rank for rank in others if _reaches(graph, (0, rank), targets)}
+
+
+def _random_waits(generator: random.Random, size: int) -> tuple[tuple[Wait, ...], dict[int, tuple[int, ...]]]:
+    waits: list[Wait] = []
+    of_rank: dict[int, list[int]] = {}
+    for number in range(generator.randint(1, 5)):
+        ranks = generator.sample(range(size), generator.randint(2, size))
+        waiting, missing = tuple(ranks[:1]), tuple(ranks[1:])
+        waits.append(Wait(Group("0", "", tuple(ranks)), number, "all_reduce", waiting, missing, None, None))  # type: ignore[arg-type]
+        of_rank.setdefault(ranks[0], []).append(number)
+    return tuple(waits), {rank: tuple(numbers) for rank, numbers in of_rank.items()}
+
+
+def _reaches(graph: WaitGraph, node: tuple[int, int], targets: set[tuple[int, int]]) -> bool:
+    visited, rest = set(), [node]
+    while rest:
+        kind, number = current = rest.pop()
+        if current not in visited:
+            visited.add(current)
+            rest += [(1, wait) for wait in graph.of_rank.get(number, ())] if kind == 0 else []
+            rest += [(0, rank) for rank in graph.waits[number].missing_ranks] if kind == 1 else []
+    return bool(visited & targets)
 
 
 def test_all_ranks_in_file_access_without_a_pending_call_are_named(tmp_path: Path) -> None:
