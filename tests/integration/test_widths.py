@@ -70,6 +70,7 @@ COMMANDS = {
     "saves": ("check", SAMPLES / "faults/slow-disk", "--verbose"),
     "check against a run": ("check", RED, "--baseline", GREEN),
     "memory": ("memory", RECORDINGS / "out_of_memory/leak"),
+    "goodput": ("goodput", RECORDINGS / "goodput", "--gpu-hour-price", "2"),
     "hang": ("hang", RECORDINGS / "hangs/skipped_collective"),
     "plan memory": ("plan", "memory", "--model", "llama3-70b", "--dp", "64", "--zero", "3"),
     "plan checkpoint": (
