@@ -109,6 +109,7 @@ COMMANDS = {
     "scrub": ("scrub", RED, "scrubbed", "--force"),
     "cache": ("cache",),
     "plan layout": ("plan", "layout", "--model", "llama2-7b", "--gpus", "16"),
+    "plan train": ("plan", "train", "--model", "405b", "--tokens", "15.6e12", "--gpus", "16384", "--device", "h100-80"),
     "plan pipeline": ("plan", "pipeline", "--stages", "4", "--micro-batches", "8"),
     "term": ("explain", "straggler"),
     "metric": ("explain", "step_time_ns"),
