@@ -105,7 +105,9 @@ class _RanksEnd:
 
 
 def _record_exit(config: TrainingConfig, end: _RanksEnd) -> None:
-    """Add the exit to the run's attempts log."""
+    """Add the exit to the attempts log. A folder in which nothing was recorded stays empty, for the next try."""
+    if not any(config.out.iterdir()):
+        return
     launched_ns = attempts.launched_ns()
     assert launched_ns is not None
     reason = end.message.partition("\n")[0] or None
