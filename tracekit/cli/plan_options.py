@@ -78,6 +78,10 @@ class StorageOptions:
             metavar="B", help="Bandwidth in bytes/s of a faster tier: saves block for it, and it drains to storage."
         ),
     ] = None
+    storage: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The JSON of tracekit plan storage: what a node writes at most."),
+    ] = None
     topology: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A topology file (TOML), whose [storage] has these bandwidths.")
     ] = None
@@ -86,12 +90,16 @@ class StorageOptions:
         """Bandwidths: as stated, else those of the topology, else the measured one. Raises ConfigError without any."""
         from tracekit.plan import topology
         from tracekit.plan.checkpoint import Storage
+        from tracekit.report import storage_probe
 
+        node_limit = (
+            None if self.storage is None else storage_probe.read_limits(self.storage).node_write_bytes_per_second
+        )
         rates = topology.StorageRates() if self.topology is None else topology.read(self.topology).storage
         return Storage(
             require("--write-bandwidth", self.write_bandwidth, rates.write_bytes_per_s, measured_write),
             first_known(self.read_bandwidth, rates.read_bytes_per_s),
-            first_known(self.node_write_limit, rates.node_write_bytes_per_s),
+            first_known(self.node_write_limit, node_limit, rates.node_write_bytes_per_s),
             self.burst_buffer,
         )
 

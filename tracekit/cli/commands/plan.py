@@ -3,11 +3,12 @@
 import dataclasses
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tracekit.cli import run_loading
+from tracekit.cli import output, run_loading
 from tracekit.cli.options import DocumentOptions, UseCache, expand_options
 from tracekit.cli.plan_options import (
     Batch,
@@ -108,6 +109,38 @@ def _job_mtbf_s(job: str | None, node: str | None, nodes: int) -> float | None:
         raise ConfigError("--mtbf is of the job and --node-mtbf of one node: give one of them")
     node_s = _seconds("--node-mtbf", node)
     return _seconds("--mtbf", job) if node_s is None else node_s / nodes
+
+
+@plan.command(short_help="Measured write and read bandwidth of a path.")
+@expand_options
+def storage(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A folder on the storage that checkpoints go to.")],
+    *,
+    threads: Annotated[
+        str, typer.Option(metavar="N,…", help="Numbers of threads, each with a file of its own.")
+    ] = "1,2,4,8",
+    load_bytes: Annotated[
+        float, typer.Option("--bytes", metavar="N", help="Bytes of all files of a number of threads.")
+    ] = 1 << 30,
+    seconds: Annotated[float, typer.Option(metavar="S", min=0.1, help="Time for all measurements.")] = 60.0,
+    table: DocumentOptions,
+) -> None:
+    """Measure what this node writes to and reads from a path, against threads and fsync, as sharded savers do.
+
+    Files lie in a new folder in PATH, which is removed at the end. The JSON output is input of 'tracekit plan
+    checkpoint --storage FILE'. Run it on an idle node; on storage that others use, several times.
+    """
+    from tracekit.plan import storage as measured
+    from tracekit.report import storage_probe
+
+    names = output.split_names(threads)
+    if not names or not all(name.isascii() and name.isdigit() and len(name) < 6 for name in names):
+        raise ConfigError(f"--threads {threads!r}: expected numbers, such as 1,2,4,8")
+    if not 1 <= load_bytes < 1 << 50:
+        raise ConfigError(f"--bytes {load_bytes:g} is not possible: from 1 to 2**50")
+    counts = sorted({int(name) for name in names})
+    results = measured.measure(path, measured.loads(counts, int(load_bytes)), seconds=seconds)
+    table.write_document(storage_probe.document(path, results))
 
 
 @plan.command(short_help="Weights, gradients, optimizer state and activations of one rank.")
