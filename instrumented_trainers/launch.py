@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -22,6 +23,8 @@ from typing import NoReturn
 
 from instrumented_trainers.checkpoints import seal
 from instrumented_trainers.config import InvalidConfigError, TrainingConfig, TrainingFailedError
+from tracekit import conventions
+from tracekit.capture import attempts
 from tracekit.conventions import python_child
 
 _GRACE_S = 5.0  # how long the other ranks have to end by themselves once one has failed
@@ -50,8 +53,13 @@ def run(config: TrainingConfig, command: list[str]) -> int:
         sys.stderr.write(f"instrumented_trainers: --out {config.out}: cannot be written: {error.strerror}\n")
         return 2
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _processors() // config.world_size)))
+    os.environ[conventions.LAUNCHED_VARIABLE] = str(attempts.process_start_ns() or time.time_ns())
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        return _run_ranks(config, Path(folder), command)
+        end = _run_ranks(config, Path(folder), command)
+    if end.message:
+        sys.stderr.write(f"instrumented_trainers: {end.message}\n")
+    _record_exit(config, end)
+    return end.code
 
 
 def _train_launched(config: TrainingConfig, rank: int, command: list[str]) -> int:
@@ -87,7 +95,29 @@ def recovery_hint(config: TrainingConfig, rank: int) -> str:
     return f" while {lost} was written, so that {incomplete[-1].name} is incomplete and will not be loaded; {way}"
 
 
-def _run_ranks(config: TrainingConfig, folder: Path, command: list[str]) -> int:
+@dataclasses.dataclass(frozen=True)
+class _RanksEnd:
+    """How the ranks ended: exit code, what to say about it, and the Unix time in ns of the first failure, if any."""
+
+    code: int
+    message: str = ""
+    failed_ns: int | None = None
+
+
+def _record_exit(config: TrainingConfig, end: _RanksEnd) -> None:
+    """Add the exit to the attempts log. A folder in which nothing was recorded stays empty, for the next try."""
+    if not any(config.out.iterdir()):
+        return
+    launched_ns = attempts.launched_ns()
+    assert launched_ns is not None
+    reason = end.message.partition("\n")[0] or None
+    try:
+        attempts.append_exit(config.out, launched_ns=launched_ns, failed_ns=end.failed_ns, code=end.code, reason=reason)
+    except OSError as error:
+        sys.stderr.write(f"instrumented_trainers: {config.out}: the exit is not recorded: {error.strerror}\n")
+
+
+def _run_ranks(config: TrainingConfig, folder: Path, command: list[str]) -> _RanksEnd:
     context = _context(config)
     ranks = [
         context.Process(target=_serve, args=(config, rank, folder, command), name=f"rank {rank}", daemon=True)
@@ -98,21 +128,18 @@ def _run_ranks(config: TrainingConfig, folder: Path, command: list[str]) -> int:
         with python_child.safe_path(), _sigterm_blocked():
             for process in ranks:
                 process.start()
-        _join(ranks)
+        failed_ns = _join(ranks)
     except KeyboardInterrupt:
         _end(ranks)
-        return 130
+        return _RanksEnd(130)
     except EOFError:
-        sys.stderr.write("instrumented_trainers: the process that starts the ranks ended before they began\n")
-        return 1
+        return _RanksEnd(1, "the process that starts the ranks ended before they began")
     failed = {rank: process.exitcode for rank, process in enumerate(ranks) if process.exitcode}
     if not failed:
-        return 0
+        return _RanksEnd(0)
     silent = [rank for rank, process in enumerate(ranks) if process.exitcode is None]
     _end(ranks)
-    code, words = _cause(folder, failed, silent, config)
-    sys.stderr.write(f"instrumented_trainers: {words}\n")
-    return code
+    return _RanksEnd(*_cause(folder, failed, silent, config), failed_ns)
 
 
 def _context(config: TrainingConfig) -> SpawnContext | ForkServerContext:
@@ -135,17 +162,20 @@ def _sigterm_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
-def _join(ranks: list[BaseProcess]) -> None:
-    """Wait until all ranks have ended, or some time after the first has failed."""
-    deadline = None
+def _join(ranks: list[BaseProcess]) -> int | None:
+    """Unix time in ns of the first failure. Wait until all ranks have ended, or some time after that failure."""
+    failed_ns, deadline = None, None
     while alive := [process.sentinel for process in ranks if process.exitcode is None]:
         # After `alive`: the exit code of a rank that is no longer in it is known.
         if deadline is None and any(process.exitcode for process in ranks):
-            deadline = time.monotonic() + _GRACE_S
+            failed_ns, deadline = time.time_ns(), time.monotonic() + _GRACE_S
         remaining_s = None if deadline is None else deadline - time.monotonic()
         if remaining_s is not None and remaining_s <= 0:
-            return
+            break
         connection.wait(alive, remaining_s)
+    if failed_ns is None and any(process.exitcode for process in ranks):  # all at once
+        return time.time_ns()
+    return failed_ns
 
 
 def _end(ranks: list[BaseProcess]) -> None:

@@ -290,7 +290,11 @@ def _restore(
 ) -> None:
     options = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     position = batches.state
-    storage.load(origin.path, model, optimizer, has_random_state=origin.seal.has_places_of(config), text=position)
+    has_random_state = origin.seal.has_places_of(config)
+    storage.load(
+        origin.path, model, optimizer,
+        has_random_state=has_random_state, text=position, run=config.out, step=origin.seal.step,
+    )  # fmt: skip
     if isinstance(batches, StreamedBatches):
         batches.restore(position)
     for group, settings in zip(optimizer.param_groups, options, strict=True):

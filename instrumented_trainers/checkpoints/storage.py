@@ -17,7 +17,7 @@ from instrumented_trainers.checkpoints import seal
 from instrumented_trainers.checkpoints.seal import Seal
 from instrumented_trainers.config import TrainingFailedError
 from instrumented_trainers.parallelism import checkpoint_state, restore_state
-from tracekit.capture import Recorder
+from tracekit.capture import Recorder, record_load
 
 _METADATA = ".metadata"
 
@@ -113,16 +113,20 @@ def load(
     *,
     has_random_state: bool,
     text: Mapping[str, Tensor] | None = None,
+    run: Path,
+    step: int,
 ) -> None:
     """Give model and optimizer the state saved at `path`, and the random generators if that has this rank's.
 
-    The tensors of `text` are filled with what was saved under their names.
+    The tensors of `text` are filled with what was saved under their names. The checkpoint log in the folder `run` gets
+    the stages of the load, of the checkpoint of `step`.
     """
-    state: dict[str, Any] = {**checkpoint_state(model, optimizer), **({"text": dict(text)} if text else {})}
-    if has_random_state:
-        state["random"] = random_state()
-    dcp.load(state, checkpoint_id=path)
-    restore_state(model, optimizer, state)
+    with record_load(run, path, checkpoint=path.name, step=step):
+        state: dict[str, Any] = {**checkpoint_state(model, optimizer), **({"text": dict(text)} if text else {})}
+        if has_random_state:
+            state["random"] = random_state()
+        dcp.load(state, checkpoint_id=path)
+        restore_state(model, optimizer, state)
     for name, value in state.get("random", {}).items():
         _set_random_state(name, value)
 

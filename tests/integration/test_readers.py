@@ -102,6 +102,7 @@ FILES = {
     "run.json": (b"{}", "run manifest"),
     "manifest.json": (json.dumps({"schema": "tracekit.run/1"}).encode(), "run manifest"),
     "rank00000.checkpoint.jsonl": (b"{}", "checkpoint log"),
+    "attempts.jsonl": (b"{}", "attempts log"),
     "rank00000.metrics.jsonl": (b"{}", "metrics log"),
     "snapshot.bin": (b"\x80\x04\x95", "CUDA memory snapshot (pickle)"),
     "trace.json": (b'{"traceEvents": []}', "PyTorch profiler trace (Kineto JSON)"),

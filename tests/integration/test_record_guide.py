@@ -28,7 +28,7 @@ def test_the_example_in_the_guide_records_a_run(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     run = tmp_path / "runs" / "today"
     promised = {f"rank0000{rank}{suffix}" for rank in (0, 1) for suffix in (".pt.trace.json.gz", ".metrics.jsonl")}
-    promised |= {"run.json", "rank00000.checkpoint.jsonl", "rank00001.checkpoint.jsonl"}
+    promised |= {"run.json", "attempts.jsonl", "rank00000.checkpoint.jsonl", "rank00001.checkpoint.jsonl"}
     assert {path.name for path in run.iterdir()} == promised
     steps = [json.loads(line)["step"] for line in (run / "rank00001.metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(12))

@@ -53,7 +53,7 @@ def test_every_rank_uploads_its_files_and_nothing_remains_on_disk(s3: Server, tm
     assert done.code == 0, done.err
     names = [f"rank0000{rank}.{kind}" for rank in (0, 1) for kind in ("pt.trace.json.gz", "metrics.jsonl")]
     names += [f"window001/rank0000{rank}.pt.trace.json.gz" for rank in (0, 1)]
-    names += [".training", "run.json"]
+    names += [".training", "run.json", "attempts.jsonl"]
     is_logged = "runs/ddp/rank00000.checkpoint.jsonl" in keys()  # a save so small is logged only if it was slow
     names += ["rank00000.checkpoint.jsonl"] if is_logged else []
     assert keys("runs/ddp/") == sorted(f"runs/ddp/{name}" for name in names), done.err

@@ -52,6 +52,7 @@ def test_a_run_holds_these_files_and_no_half_ones(fsdp2: tuple[Path, str, str]) 
     run, _, _ = fsdp2
     assert {path.name for path in run.iterdir()} == {
         "run.json",
+        "attempts.jsonl",
         "checkpoints",
         *(f"rank0000{rank}{suffix}" for rank in (0, 1) for suffix in (".pt.trace.json.gz", ".checkpoint.jsonl")),
         *(f"rank0000{rank}.metrics.jsonl" for rank in (0, 1)),

@@ -70,6 +70,7 @@ COMMANDS = {
     "saves": ("check", SAMPLES / "faults/slow-disk", "--verbose"),
     "check against a run": ("check", RED, "--baseline", GREEN),
     "memory": ("memory", RECORDINGS / "out_of_memory/leak"),
+    "goodput": ("goodput", RECORDINGS / "goodput", "--gpu-hour-price", "2"),
     "hang": ("hang", RECORDINGS / "hangs/skipped_collective"),
     "plan memory": ("plan", "memory", "--model", "llama3-70b", "--dp", "64", "--zero", "3"),
     "plan checkpoint": (
@@ -108,6 +109,7 @@ COMMANDS = {
     "scrub": ("scrub", RED, "scrubbed", "--force"),
     "cache": ("cache",),
     "plan layout": ("plan", "layout", "--model", "llama2-7b", "--gpus", "16"),
+    "plan train": ("plan", "train", "--model", "405b", "--tokens", "15.6e12", "--gpus", "16384", "--device", "h100-80"),
     "plan pipeline": ("plan", "pipeline", "--stages", "4", "--micro-batches", "8"),
     "term": ("explain", "straggler"),
     "metric": ("explain", "step_time_ns"),

@@ -25,7 +25,9 @@ _PATIENCE_S = 2.0
 
 _UNCOMPRESSED = re.compile(r"rank(\d{5,})\.window(\d{3,})\.json")
 # A partial file was never completed and does not belong to the run, but a log is valid up to its last line.
-_RUN_FILES = re.compile(r"rank\d{5,}\.(?!.*\.partial$)|rank\d{5,}\.metrics\.jsonl\.partial$|run\.json$|\.training$")
+_RUN_FILES = re.compile(
+    r"rank\d{5,}\.(?!.*\.partial$)|rank\d{5,}\.metrics\.jsonl\.partial$|run\.json$|attempts\.jsonl$|\.training$"
+)
 
 
 @contextlib.contextmanager

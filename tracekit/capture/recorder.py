@@ -15,6 +15,7 @@ from torch.profiler import record_function
 
 from tracekit import conventions
 from tracekit.capture import notices, window_profiler
+from tracekit.capture.attempts import AttemptsLog
 from tracekit.capture.checkpoints.dcp import record_save
 from tracekit.capture.device_metrics import DeviceMetrics
 from tracekit.capture.manifest import ManifestFile
@@ -126,13 +127,15 @@ class Recorder:
         self._requests: WindowRequests | None = None
         self._manifest: ManifestFile | None = None
         self._metrics: MetricsLog | None = None
+        self._attempts: AttemptsLog | None = None
         self._device_metrics = DeviceMetrics(self.rank) if device_metrics else None
         self._data_wait_ns: int | None = None
         self._mid_step = mid_step
         self._timer = StepTimer(self._device)
-        self._began_cpu_ns = 0
+        self._began_ns = self._began_cpu_ns = 0
         self._began_wait_ns: int | None = None
-        self._ended: tuple[Pending | None, int] | None = None  # the step's time and CPU time, if evaluation followed
+        # The step's time, CPU time and end, if evaluation followed.
+        self._ended: tuple[Pending | None, int, int] | None = None
 
     @property
     def world_size(self) -> int:
@@ -159,6 +162,9 @@ class Recorder:
                     self.folder, self._manifest_fields, device=self._device, world_size=self._world_size
                 )
                 self._manifest.write()
+        if self._leads:
+            with self._guard("attempts are not recorded"):
+                self._attempts = AttemptsLog(self.folder, first_step=self._first_step, world_size=self.world_size)
         if self._upload is not None:
             with self._guard(f"nothing is uploaded to {self._upload.url}"):
                 self._upload.begin(self.rank, leads=self._leads)
@@ -184,6 +190,10 @@ class Recorder:
             with self._guard("the metrics log is incomplete"):
                 self._metrics.close()
             self._metrics = None
+        if self._attempts is not None:
+            with self._guard("the attempts log is incomplete"):
+                self._attempts.end(None if kind is None else kind.__name__)
+            self._attempts = None
         if self._device_metrics is not None:
             self._device_metrics.close()
         if self._upload is not None:
@@ -211,7 +221,7 @@ class Recorder:
         In the trace the block lies between that step and the next one. No step's time includes it.
         """
         if self._ended is None:
-            self._ended = self._timer.end(), time.process_time_ns()
+            self._ended = self._timer.end(), time.process_time_ns(), time.perf_counter_ns()
         self._profiler.end_mark()
         with record_function(conventions.span_name(conventions.EVALUATION)):
             yield
@@ -245,7 +255,11 @@ class Recorder:
         if self._metrics is not None:
             with self._guard("metrics are no longer recorded", self._drop_metrics):
                 self._metrics.collect()
+        ended_ns = time.perf_counter_ns() if self._ended is None else self._ended[2]
         row = self._row(tokens)
+        if self._attempts is not None:
+            with self._guard("attempts are no longer recorded", self._drop_attempts):
+                self._attempts.add_step(self._began_ns, ended_ns)
         if self._metrics is not None:
             with self._guard("metrics are no longer recorded", self._drop_metrics):
                 counters = self._device_metrics.take() if self._device_metrics is not None else {}
@@ -266,12 +280,13 @@ class Recorder:
     def _begin_step(self) -> None:
         with self._guard("the step's time is not recorded", self._timer.skip):
             self._timer.begin()
+        self._began_ns = time.perf_counter_ns()
         self._began_cpu_ns = time.process_time_ns()
         self._began_wait_ns = processor_wait_ns()
 
     def _row(self, tokens: int | None) -> dict[str, Number]:
         row: dict[str, Number] = {"step": self._step}
-        took, ended_cpu_ns = self._ended or (self._timer.end(), time.process_time_ns())
+        took, ended_cpu_ns, _ = self._ended or (self._timer.end(), time.process_time_ns(), 0)
         ended_wait_ns = processor_wait_ns() if self._ended is None else None
         self._ended, self.step_time = None, took
         if took is not None:
@@ -298,7 +313,7 @@ class Recorder:
                 folder = self.folder / conventions.window_folder(window.number) if window.number else self.folder
                 suffixes = (conventions.METRICS_SUFFIX + conventions.PARTIAL_SUFFIX, conventions.CHECKPOINT_LOG_SUFFIX)
                 run_files = [conventions.rank_file(self.rank, suffix) for suffix in suffixes]
-                run_files += [conventions.MANIFEST_FILE] if self._leads else []
+                run_files += [conventions.MANIFEST_FILE, conventions.ATTEMPTS_FILE] if self._leads else []
                 suffixes = (conventions.TRACE_SUFFIX, conventions.MEMORY_SNAPSHOT_SUFFIX)
                 traces = [folder / conventions.rank_file(self.rank, suffix) for suffix in suffixes]
                 self._upload.submit([*traces, *(self.folder / name for name in run_files)])
@@ -322,12 +337,16 @@ class Recorder:
     def _drop_metrics(self) -> None:
         self._metrics = None
 
+    def _drop_attempts(self) -> None:
+        self._attempts = None
+
     def _leave_to_parent(self) -> None:
         """Record nothing more, in a forked process: files and profiler are its parent's."""
         if self._metrics is not None:
             with contextlib.suppress(OSError, ValueError):
                 self._metrics.leave_to_parent()
         self._metrics = self._device_metrics = self._upload = self._manifest = self._requests = None
+        self._attempts = None
         self._profiler.leave_to_parent()
 
 

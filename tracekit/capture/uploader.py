@@ -31,8 +31,8 @@ FINISH = "finish"
 _POLL_S = 1.0
 _MAX_FOLDERS = 1000
 _OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl")
-_LOGS = (conventions.METRICS_SUFFIX, conventions.CHECKPOINT_LOG_SUFFIX)
-_RUN_FILE = re.compile(r"rank\d{5,}\.(?!window\d+\.json).*|run\.json$")
+_LOGS = (conventions.METRICS_SUFFIX, conventions.CHECKPOINT_LOG_SUFFIX, conventions.ATTEMPTS_FILE)
+_RUN_FILE = re.compile(r"rank\d{5,}\.(?!window\d+\.json).*|run\.json$|attempts\.jsonl$")
 WAIT_VARIABLE = "TRACEKIT_UPLOAD_WAIT_S"
 _DEFAULT_WAIT_S = 120.0
 DEFAULT_STAGING_BYTES = 10 << 30
@@ -68,8 +68,8 @@ class Uploader:
         files = [path for path in sorted(self._folder.rglob("rank*")) if path.name.startswith(start) and path.is_file()]
         files = [path for path in files if _RUN_FILE.match(path.name)]
         files = [path for path in files if self._is_log(path) or not path.name.endswith(conventions.PARTIAL_SUFFIX)]
-        manifest = self._folder / conventions.MANIFEST_FILE
-        files += [manifest] if self._leads and manifest.is_file() else []
+        of_run = [self._folder / name for name in (conventions.MANIFEST_FILE, conventions.ATTEMPTS_FILE)]
+        files += [path for path in of_run if self._leads and path.is_file()]
         error = self._upload_all(files)
         for path in set(files) - set(self._waiting):
             path.unlink(missing_ok=True)  # logs and the manifest, which stay until now

@@ -17,6 +17,7 @@ TRACE_SUFFIX = ".pt.trace.json.gz"
 CHECKPOINT_LOG_SUFFIX = ".checkpoint.jsonl"
 METRICS_SUFFIX = ".metrics.jsonl"
 METRICS_WRITE_S = 1.0  # steps reach a metrics log at most this late: a step must not pay for a file-system call
+ATTEMPTS_FILE = "attempts.jsonl"  # each attempt at the job in this folder: its start, steps, end and exit
 MEMORY_SNAPSHOT_SUFFIX = ".memory.pickle"
 HANG_FOLDER = "hang"  # in a run: what its ranks left when their collectives made no progress
 HANG_SUFFIX = ".hang.json"  # a flight recorder's dump with the rank's stacks
@@ -47,6 +48,7 @@ def window_folder(window: int) -> str:
 
 # `tracekit record` passes its settings to the processes it starts, as JSON: see tracekit/capture/launch_settings.py
 RECORD_VARIABLE = "TRACEKIT_RECORD"
+LAUNCHED_VARIABLE = "TRACEKIT_LAUNCHED_NS"  # Unix time in ns at which the command of these processes was started
 
 # Spans in a trace ----------------------------------------------------------------------------------------------------
 SPAN_PREFIX = "tracekit::"
@@ -122,6 +124,15 @@ PLAN, STAGE, SERIALIZE, WRITE, FSYNC, READ, DESERIALIZE, COPY, FINISH, WAIT, LAU
 SAVE_STAGES = (PLAN, STAGE, SERIALIZE, WRITE, FSYNC, FINISH, WAIT, TOTAL)
 LOAD_STAGES = (PLAN, READ, DESERIALIZE, COPY, FINISH, WAIT, TOTAL)
 CHECKPOINT_STAGES = tuple(dict.fromkeys((*SAVE_STAGES[:-1], *LOAD_STAGES[:-1], LAUNCH, TOTAL, COMPLETE)))
+
+# The attempts log: one JSON object per line, in order of time. All times are Unix times in ns.
+#   start  time_ns (the recording begins), process_start_ns and launched_ns (or null), first_step, world_size
+#   steps  time_ns (the first of these steps begins), first_step, and lists with a value per step: begin_ns (since
+#          time_ns), step_ns (its duration on the host). Evaluation and writing of traces are between two steps
+#   end    time_ns (the training's loop has ended), error (type of the exception that ended it, or null)
+#   exit   time_ns (the command has exited), launched_ns, failed_ns (its first rank exited with an error, or null),
+#          code (negative for a signal), reason (a text, or null)
+ATTEMPT_START, ATTEMPT_STEPS, ATTEMPT_END, ATTEMPT_EXIT = ("start", "steps", "end", "exit")
 
 # The metrics log: one JSON object per line, one line per training step; "step" and numbers by name --------------------
 STEP_TIME_METRIC = "step_time_ns"

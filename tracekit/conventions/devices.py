@@ -1,7 +1,8 @@
 """Accelerators: peak rates by element type, and memory bandwidth, by the name that the driver gives a device.
 
-Peaks are the vendors', dense (without structured sparsity), of one device as PyTorch sees it, at boost clocks. This
-table is the only place that states them: the trainers and the analysis ask it. It imports the standard library only.
+Peaks are the vendors', dense (without structured sparsity), of one device as PyTorch sees it, at boost clocks; so are
+the capacity of memory (GB200: that in an NVL72) and the power (of MI250X half of the module's 560 W). This table is the
+only place that states them: the trainers and the analysis ask it. It imports the standard library only.
 
 Sources: the datasheets of NVIDIA V100, A100, A10, A30, L4, L40S, H100, H200, H20, B200 and GeForce RTX 4090 (Ada
 whitepaper), and of AMD Instinct MI100, MI210, MI250X, MI300X, MI325X, MI350X and MI355X. Links of AMD's devices, in
@@ -48,6 +49,10 @@ class Device:
     memory_bytes_per_s: float
     link_bytes_per_s: float | None = None
     peer_bytes_per_s: float | None = None
+    memory_bytes: float | None = None
+    """Capacity of its memory, of the variant with most where there are several."""
+    power_w: float | None = None
+    """The most that it may draw by its datasheet."""
 
     def peak(self, dtype: str) -> float | None:
         """Return the peak of matrix products of an element type (FP64 … INT8); None where the device has none."""
@@ -58,6 +63,8 @@ def _device(
     name: str,
     pattern: str,
     gigabytes_per_s: float,
+    gigabytes: float,
+    power_w: float,
     *,
     link: float | None = None,
     peer: float | None = None,
@@ -66,40 +73,45 @@ def _device(
     peaks = {dtype: rate * 1e12 for dtype, rate in teraflops.items()}
     if BF16 in peaks:
         peaks.setdefault(FP16, peaks[BF16])
-    links = (None if rate is None else rate * 1e9 for rate in (link, peer))
-    return Device(name, pattern, MappingProxyType(peaks), gigabytes_per_s * 1e9, *links)
+    link_rate, peer_rate = (None if rate is None else rate * 1e9 for rate in (link, peer))
+    memory_rate, memory_bytes = gigabytes_per_s * 1e9, gigabytes * 1e9
+    return Device(name, pattern, MappingProxyType(peaks), memory_rate, link_rate, peer_rate, memory_bytes, power_w)
 
 
 _MI300 = {FP64: 163.4, FP32: 163.4, TF32: 653.7, BF16: 1307.4, FP8: 2614.9, INT8: 2614.9}
 _MI300_LINKS = {"link": 448.0, "peer": 64.0}
 _MI350_LINKS = {"link": 537.6, "peer": 76.8}
 DEVICES = (
-    _device("v100-sxm", r"V100-SXM", 900, link=150, peer=25, fp64=7.8, fp32=15.7, fp16=125),
-    _device("v100-pcie", r"V100", 900, fp64=7, fp32=14, fp16=112),
-    _device("a100-80-sxm", r"A100-SXM\d?-80GB", 2039, link=300, fp64=19.5, fp32=19.5, tf32=156, bf16=312, int8=624),
-    _device("a100-80-pcie", r"A100(-PCIE| )?-?80GB", 1935, fp64=19.5, fp32=19.5, tf32=156, bf16=312, int8=624),
-    _device("a100-40", r"A100", 1555, fp64=19.5, fp32=19.5, tf32=156, bf16=312, int8=624),
-    _device("a30", r"A30\b", 933, fp64=10.3, fp32=10.3, tf32=82, bf16=165, int8=330),
-    _device("a10g", r"A10G", 600, fp32=35, tf32=35, bf16=70, int8=140),
-    _device("a10", r"A10\b", 600, fp32=31.2, tf32=62.5, bf16=125, int8=250),
-    _device("l40s", r"L40S", 864, fp32=91.6, tf32=183, bf16=362, fp8=733, int8=733),
-    _device("l4", r"\bL4\b", 300, fp32=30.3, tf32=60, bf16=121, fp8=242, int8=242),
-    _device("rtx-4090", r"RTX 4090", 1008, fp32=82.6, tf32=82.6, bf16=165.2, fp8=330.3, int8=660.6),
-    _device("h100-pcie", r"H100 PCIe", 2000, fp64=51, fp32=51, tf32=378, bf16=756, fp8=1513, int8=1513),
-    _device("h100-nvl", r"H100 NVL", 3900, fp64=60, fp32=60, tf32=418, bf16=835, fp8=1671, int8=1671),
-    _device("h100-sxm", r"H100", 3350, link=450, fp64=67, fp32=67, tf32=494, bf16=989, fp8=1979, int8=1979),
-    _device("h200", r"H200", 4800, link=450, fp64=67, fp32=67, tf32=494, bf16=989, fp8=1979, int8=1979),
-    _device("h20", r"H20\b", 4000, link=450, fp64=1, fp32=44, tf32=74, bf16=148, fp8=296, int8=296),
-    _device("gb200", r"GB200", 8000, link=900, fp64=40, fp32=80, tf32=1250, bf16=2500, fp8=5000, int8=5000),
-    _device("b200", r"B200", 8000, link=900, fp64=37, fp32=75, tf32=1125, bf16=2250, fp8=4500, int8=4500),
-    _device("mi100", r"MI100", 1229, fp64=11.5, fp32=46.1, fp16=184.6, bf16=92.3, int8=184.6),
-    _device("mi210", r"MI210", 1638, fp64=45.3, fp32=45.3, bf16=181, int8=181),
+    _device("v100-sxm", r"V100-SXM", 900, 32, 300, link=150, peer=25, fp64=7.8, fp32=15.7, fp16=125),
+    _device("v100-pcie", r"V100", 900, 32, 250, fp64=7, fp32=14, fp16=112),
+    _device(
+        "a100-80-sxm", r"A100-SXM\d?-80GB", 2039, 80, 400, link=300, fp64=19.5, fp32=19.5, tf32=156, bf16=312, int8=624
+    ),
+    _device("a100-80-pcie", r"A100(-PCIE| )?-?80GB", 1935, 80, 300, fp64=19.5, fp32=19.5, tf32=156, bf16=312, int8=624),
+    _device("a100-40", r"A100", 1555, 40, 400, fp64=19.5, fp32=19.5, tf32=156, bf16=312, int8=624),
+    _device("a30", r"A30\b", 933, 24, 165, fp64=10.3, fp32=10.3, tf32=82, bf16=165, int8=330),
+    _device("a10g", r"A10G", 600, 24, 300, fp32=35, tf32=35, bf16=70, int8=140),
+    _device("a10", r"A10\b", 600, 24, 150, fp32=31.2, tf32=62.5, bf16=125, int8=250),
+    _device("l40s", r"L40S", 864, 48, 350, fp32=91.6, tf32=183, bf16=362, fp8=733, int8=733),
+    _device("l4", r"\bL4\b", 300, 24, 72, fp32=30.3, tf32=60, bf16=121, fp8=242, int8=242),
+    _device("rtx-4090", r"RTX 4090", 1008, 24, 450, fp32=82.6, tf32=82.6, bf16=165.2, fp8=330.3, int8=660.6),
+    _device("h100-pcie", r"H100 PCIe", 2000, 80, 350, fp64=51, fp32=51, tf32=378, bf16=756, fp8=1513, int8=1513),
+    _device("h100-nvl", r"H100 NVL", 3900, 94, 400, fp64=60, fp32=60, tf32=418, bf16=835, fp8=1671, int8=1671),
+    _device("h100-sxm", r"H100", 3350, 80, 700, link=450, fp64=67, fp32=67, tf32=494, bf16=989, fp8=1979, int8=1979),
+    _device("h200", r"H200", 4800, 141, 700, link=450, fp64=67, fp32=67, tf32=494, bf16=989, fp8=1979, int8=1979),
+    _device("h20", r"H20\b", 4000, 96, 400, link=450, fp64=1, fp32=44, tf32=74, bf16=148, fp8=296, int8=296),
+    _device("gb200", r"GB200", 8000, 186, 1200, link=900, fp64=40, fp32=80, tf32=1250, bf16=2500, fp8=5000, int8=5000),
+    _device("b200", r"B200", 8000, 180, 1000, link=900, fp64=37, fp32=75, tf32=1125, bf16=2250, fp8=4500, int8=4500),
+    _device("mi100", r"MI100", 1229, 32, 300, fp64=11.5, fp32=46.1, fp16=184.6, bf16=92.3, int8=184.6),
+    _device("mi210", r"MI210", 1638, 64, 300, fp64=45.3, fp32=45.3, bf16=181, int8=181),
     # One of the module's two devices; what connects the two to each other is not counted.
-    _device("mi250x", r"MI250X", 1638, link=200, peer=50, fp64=47.9, fp32=47.9, bf16=191.5, int8=191.5),
-    _device("mi325x", r"MI325X", 6000, **_MI300_LINKS, **_MI300),
-    _device("mi300x", r"MI300X", 5325, **_MI300_LINKS, **_MI300),
-    _device("mi355x", r"MI355X", 8000, **_MI350_LINKS, fp64=78.6, fp32=157.3, bf16=2500, fp8=5000, int8=5000),
-    _device("mi350x", r"MI350X", 8000, **_MI350_LINKS, fp64=72, fp32=144.2, bf16=2300, fp8=4600, int8=4600),
+    _device("mi250x", r"MI250X", 1638, 64, 280, link=200, peer=50, fp64=47.9, fp32=47.9, bf16=191.5, int8=191.5),
+    _device("mi325x", r"MI325X", 6000, 256, 1000, **_MI300_LINKS, **_MI300),
+    _device("mi300x", r"MI300X", 5325, 192, 750, **_MI300_LINKS, **_MI300),
+    _device(
+        "mi355x", r"MI355X", 8000, 288, 1400, **_MI350_LINKS, fp64=78.6, fp32=157.3, bf16=2500, fp8=5000, int8=5000
+    ),
+    _device("mi350x", r"MI350X", 8000, 288, 1000, **_MI350_LINKS, fp64=72, fp32=144.2, bf16=2300, fp8=4600, int8=4600),
 )
 NAMED: Mapping[str, Device] = MappingProxyType({device.name: device for device in DEVICES})
 
@@ -138,7 +150,8 @@ class DeviceOverride:
         link = self.link_bytes_per_s or (listed.link_bytes_per_s if listed else None)
         peer = listed.peer_bytes_per_s if listed and not self.link_bytes_per_s else None
         name = listed.name if listed else self.name
-        return Device(name, re.escape(self.name), MappingProxyType(peaks), memory, link, peer)
+        more = (listed.memory_bytes, listed.power_w) if listed else (None, None)
+        return Device(name, re.escape(self.name), MappingProxyType(peaks), memory, link, peer, *more)
 
 
 def find_overridden(name: str, overrides: Sequence[DeviceOverride]) -> Device | None:

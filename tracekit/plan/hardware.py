@@ -1,7 +1,7 @@
 """Machines: compute and memory rates of a GPU, bandwidth of links, and contention on one device."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tracekit.conventions import devices
 from tracekit.errors import InputError
@@ -127,10 +127,49 @@ _ALL = (
     ),
 )
 HARDWARE: Mapping[str, Hardware] = {hardware.name: hardware for hardware in _ALL}
+"""Machines whose shares were fitted or chosen by what trainings on them achieved."""
+ACHIEVED_RATIO = 0.5
+"""Share of the peak that matrix products are taken to reach on other devices: about that of the H100."""
+LINK_RATIO, NETWORK_RATIO = 0.8, 0.82
+"""Bus bandwidth over the rate of links and of network adapters: those of the H100 above."""
+_NO_LINKS_BYTES_PER_S = 32e9
+"""Between devices without links of their own: PCIe 4.0 ×16."""
+_ADAPTERS_BYTES_PER_S = 8 * 50e9
+"""Of a node: eight of 400 Gb/s, one for each device."""
+_FITTED_DEVICES = {device.name: machine for machine in _ALL if (device := devices.find(machine.device_name))}
+NAMES = tuple(dict.fromkeys((*HARDWARE, *devices.NAMED)))
 
 
 def find(name: str) -> Hardware:
-    """Return the hardware of this name. Raises InputError, naming what there is, for any other."""
-    if name not in HARDWARE:
-        raise InputError(f"{name!r} is unknown hardware; known: {', '.join(HARDWARE)}")
-    return HARDWARE[name]
+    """Hardware of this name, of a machine or a device. Raises InputError, naming what there is, for any other."""
+    machine = HARDWARE.get(name) or _FITTED_DEVICES.get(name)
+    if machine is not None:
+        return machine
+    device = devices.NAMED.get(name)
+    if device is None:
+        raise InputError(f"{name!r} is unknown hardware; known: {', '.join(NAMES)}")
+    return _of_device(device)
+
+
+def power_w(hardware: Hardware) -> float | None:
+    """Most power that a GPU may draw by its datasheet, in W."""
+    device = devices.NAMED.get(hardware.device_name) or devices.find(hardware.device_name)
+    return None if device is None else device.power_w
+
+
+def _of_device(device: devices.Device) -> Hardware:
+    """Machine with eight of a device; what no training has shown is that of the H100."""
+    peak = device.peak(devices.BF16) or device.peak(devices.FP16)
+    assert peak is not None
+    assert device.memory_bytes is not None
+    return replace(
+        HARDWARE["h100-80"],
+        name=device.name,
+        device_name=device.name,
+        peak_flops_per_s=peak,
+        achieved_ratio=ACHIEVED_RATIO,
+        peak_memory_bytes_per_s=device.memory_bytes_per_s,
+        memory_bytes=int(device.memory_bytes),
+        node_bytes_per_s=LINK_RATIO * (device.link_bytes_per_s or _NO_LINKS_BYTES_PER_S),
+        network_bytes_per_s=NETWORK_RATIO * _ADAPTERS_BYTES_PER_S,
+    )

@@ -31,9 +31,9 @@ MEMORY_RATIO = 0.92
 _LONG_SEQUENCE = 16_384
 """From here on context parallelism is tried."""
 _ELEMENT_BYTES, _GRADIENT_BYTES = 2, 4
-_COMPUTE, _BUBBLE, _PP = "compute", "pipeline bubble", "pipeline transfers"
-_TP, _CP, _EP = "tensor parallelism", "context parallelism", "expert parallelism"
-_DP = "data parallelism"
+COMPUTE, BUBBLE, PP = "compute", "pipeline bubble", "pipeline transfers"
+TP, CP, EP = "tensor parallelism", "context parallelism", "expert parallelism"
+DP = "data parallelism"
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,20 @@ class Job:
     ) -> "Job":
         """Return the job with the model's own sequence and tokens per step where none are given."""
         length = sequence or model.sequence
-        return cls(model, hardware, gpus, gpus_per_node, length, batch or max(1, model.batch_tokens // length))
+        return cls(model, hardware, gpus, gpus_per_node, length, batch or default_batch(model, length, gpus))
+
+
+def default_batch(model: Model, sequence: int, gpus: int) -> int:
+    """Sequences per step in the model's training; more for GPUs that are no power of two, so that ranks can share them.
+
+    >>> from tracekit.plan import models
+    >>> default_batch(models.find("70b"), 4096, 512), default_batch(models.find("70b"), 4096, 576)
+    (1024, 1152)
+    """
+    batch = max(1, model.batch_tokens // sequence)
+    odd = max(1, gpus) // max(1, gpus & -gpus)  # without its factors of two
+    shared = odd << max(0, (batch // odd).bit_length() - 1)
+    return math.ceil(batch / shared) * shared if odd > 1 and odd <= batch else batch
 
 
 @dataclass(frozen=True)
@@ -107,6 +120,22 @@ class LayoutPlan:
     dp_bytes: float
     limited_by: str
     """What takes most of the time that is no compute; compute, if it takes 80% or more."""
+
+
+def best(job: Job, *, tp: int | None = None, pp: int | None = None, zero: int | None = None) -> LayoutPlan:
+    """Fastest layout that fits, with these ranks and this stage where stated. Raises ConfigError if there is none."""
+    stated = {name: value for name, value in (("tp", tp), ("pp", pp), ("zero", zero)) if value is not None}
+    for layout in plan(job):
+        if all(getattr(layout, name) == value for name, value in stated.items()):
+            return layout
+    wanted = ", ".join(f"--{name} {value}" for name, value in stated.items())
+    raise ConfigError(f"no layout with {wanted} fits: tracekit plan layout shows those that do; leave one out")
+
+
+def step_seconds_by_part(job: Job, layout: LayoutPlan) -> dict[str, float]:
+    """Seconds of a step on a layout of this job by what they are spent on; these add up to the step."""
+    mesh = Mesh(layout.pp, layout.dp, layout.tp, layout.cp, layout.ep, layout.zero, layout.virtual_stages)
+    return _step_parts(job, mesh, _workload(job, mesh, layout.micro_batch, layout.recompute))
 
 
 def plan(job: Job, *, count: int | None = None) -> list[LayoutPlan]:
@@ -178,8 +207,8 @@ def _expert_ranks(model: Model, dp: int) -> list[int]:
 
 def _plan_layout(job: Job, mesh: Mesh, micro_batch: int, recompute: str) -> LayoutPlan | None:
     """Return the plan, or None if it does not fit into memory."""
-    micro_batches = job.batch // (mesh.dp * micro_batch)
-    work = Workload(job.sequence // mesh.cp, micro_batch, micro_batches, recompute, sequence_parallel=mesh.tp > 1)
+    work = _workload(job, mesh, micro_batch, recompute)
+    micro_batches = work.micro_batches
     needed = memory_bytes(job, mesh, work)
     if needed > MEMORY_RATIO * job.hardware.memory_bytes:
         return None
@@ -188,7 +217,7 @@ def _plan_layout(job: Job, mesh: Mesh, micro_batch: int, recompute: str) -> Layo
     tokens, peak = job.batch * job.sequence, job.hardware.peak_flops_per_s
     bubble = pipeline.bubble_to_ideal_ratio(mesh.pp, micro_batches, chunks=mesh.chunks)
     times = micro_batches * math.ceil(job.model.layers / mesh.pp)
-    rest = {name: part for name, part in parts.items() if name != _COMPUTE}
+    rest = {name: part for name, part in parts.items() if name != COMPUTE}
     largest = max(rest, key=lambda name: rest[name])
     return LayoutPlan(
         pp=mesh.pp,
@@ -211,8 +240,13 @@ def _plan_layout(job: Job, mesh: Mesh, micro_batch: int, recompute: str) -> Layo
         ep_bytes=times * _ep_bytes(job, mesh, work),
         pp_bytes=micro_batches * _pp_bytes(job, mesh, work),
         dp_bytes=_dp_bytes(job, mesh, work),
-        limited_by=_COMPUTE if parts[_COMPUTE] >= 0.8 * seconds else largest,
+        limited_by=COMPUTE if parts[COMPUTE] >= 0.8 * seconds else largest,
     )
+
+
+def _workload(job: Job, mesh: Mesh, micro_batch: int, recompute: str) -> Workload:
+    micro_batches = job.batch // (mesh.dp * micro_batch)
+    return Workload(job.sequence // mesh.cp, micro_batch, micro_batches, recompute, sequence_parallel=mesh.tp > 1)
 
 
 def flops_per_token(model: Model, sequence: int) -> float:
@@ -266,14 +300,14 @@ def _step_parts(job: Job, mesh: Mesh, work: Workload) -> dict[str, float]:
     )
     again = 1.5 if work.recomputation == FULL else 1.0  # a recomputed forward pass communicates once more
     parts = {
-        _COMPUTE: compute,
-        _TP: again * times * layers * _tp_bytes(job, mesh, work) / (node if mesh.tp <= job.gpus_per_node else network),
-        _CP: again * times * layers * _cp_bytes(job, mesh, work) / (node if within else network),
-        _EP: again * times * layers * _ep_bytes(job, mesh, work) / (node if experts_within else network),
-        _PP: times * _pp_bytes(job, mesh, work) / (node if job.gpus <= job.gpus_per_node else network),
+        COMPUTE: compute,
+        TP: again * times * layers * _tp_bytes(job, mesh, work) / (node if mesh.tp <= job.gpus_per_node else network),
+        CP: again * times * layers * _cp_bytes(job, mesh, work) / (node if within else network),
+        EP: again * times * layers * _ep_bytes(job, mesh, work) / (node if experts_within else network),
+        PP: times * _pp_bytes(job, mesh, work) / (node if job.gpus <= job.gpus_per_node else network),
     }
-    parts[_BUBBLE] = sum(parts.values()) * pipeline.bubble_to_ideal_ratio(mesh.pp, times, chunks=mesh.chunks)
-    parts[_DP] = _exposed_dp_seconds(job, mesh, work, compute / times)
+    parts[BUBBLE] = sum(parts.values()) * pipeline.bubble_to_ideal_ratio(mesh.pp, times, chunks=mesh.chunks)
+    parts[DP] = _exposed_dp_seconds(job, mesh, work, compute / times)
     return parts
 
 

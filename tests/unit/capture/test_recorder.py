@@ -58,6 +58,7 @@ def test_a_run_is_complete_and_nothing_else_is_left(run: Path) -> None:
     files = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
     assert files == {
         "run.json",
+        "attempts.jsonl",
         "rank00000.metrics.jsonl",
         "rank00000.pt.trace.json.gz",
         "window001/rank00000.pt.trace.json.gz",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tracekit import conventions
-from tracekit.capture import atomic_files, notices, uploader
+from tracekit.capture import atomic_files, attempts, notices, uploader
 from tracekit.capture.launch_settings import Settings
 from tracekit.capture.window_schedule import parse_steps
 from tracekit.conventions import object_storage, python_child, regular_files
@@ -53,6 +53,18 @@ def report(settings: Settings, *, code: int, quiet: bool) -> None:
     for folder in sorted({note.folder for note in notes}):
         of_it = sorted((note for note in notes if note.folder == folder), key=lambda note: note.rank)
         _report_run(folder, of_it, settings, code=code)
+
+
+def record_exit(settings: Settings, *, code: int, launched_ns: int) -> None:
+    """Add the command's exit to the attempts logs of the runs that a rank of this node leads."""
+    leading_rank = min(settings.ranks or (0,))
+    folders = {note.folder for note in read_notes(Path(settings.notes))[0] if note.rank == leading_rank}
+    for folder in sorted(folder for folder in folders if (folder / conventions.ATTEMPTS_FILE).is_file()):
+        reason = f"killed by {signal.Signals(-code).name}" if code < 0 else None
+        try:
+            attempts.append_exit(folder, launched_ns=launched_ns, failed_ns=None, code=code, reason=reason)
+        except OSError as error:
+            notices.notify(f"{folder}: the exit is not recorded ({error.strerror})")
 
 
 def read_notes(folder: Path) -> tuple[list[Note], int]:

@@ -11,12 +11,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from tracekit import conventions
-from tracekit.capture import notices
+from tracekit.capture import attempts, notices
 from tracekit.capture.launch_settings import Settings
 from tracekit.capture.launcher import exit_report
 from tracekit.capture.launcher.group_signals import GroupSignals, end_with_parent
@@ -45,14 +46,17 @@ def run(command: list[str], settings: Settings, *, on_signal: "int | None" = Non
     The folders for notes and uncompressed traces are created here, and removed at the end. A signal that ends the
     command ends this process too. The signal `on_signal` requests a window instead of reaching the command.
     """
+    launched_ns = attempts.process_start_ns() or time.time_ns()
     with _folders(settings) as config:
         try:
-            code = _run(_resolve(command), environment(config), lambda: exit_report.request_window(config), on_signal)
+            variables = environment(config) | {conventions.LAUNCHED_VARIABLE: str(launched_ns)}
+            code = _run(_resolve(command), variables, lambda: exit_report.request_window(config), on_signal)
         except OSError as error:
             missing = isinstance(error, FileNotFoundError)
             notices.notify(f"{command[0]}: {'command not found' if missing else error.strerror}")
             return NOT_FOUND if missing else NOT_EXECUTABLE
         try:
+            exit_report.record_exit(config, code=code, launched_ns=launched_ns)
             report_hang(config, quiet=quiet)
             exit_report.report(config, code=code, quiet=quiet)
         except KeyboardInterrupt:

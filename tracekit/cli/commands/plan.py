@@ -3,89 +3,39 @@
 import dataclasses
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tracekit.cli import run_loading
+from tracekit.cli import output, run_loading
 from tracekit.cli.options import DocumentOptions, UseCache, expand_options
+from tracekit.cli.plan_options import (
+    Batch,
+    ClusterOptions,
+    LayoutOptions,
+    ModelName,
+    MoneyOptions,
+    OffloadOptions,
+    Sequence,
+    SizeOptions,
+    SpeedOptions,
+    StorageOptions,
+    Tp,
+    find_model,
+    first_known,
+    optional_model,
+    require,
+)
 from tracekit.errors import ConfigError
 from tracekit.model import units
 
 if TYPE_CHECKING:
-    from tracekit.analysis.checkpoint.saves import PlanningInputs
-    from tracekit.plan.checkpoint import Layout
-    from tracekit.plan.models import Model
+    from tracekit.plan.layouts import LayoutPlan
     from tracekit.report.document import Section
 
 plan = typer.Typer(help="Estimate checkpoints, memory and pipelines before a training runs.", no_args_is_help=True)
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "": 1.0}
-_EXAMPLES = {
-    "--params or --model": "--model 405b",
-    "--write-bandwidth": "--write-bandwidth 273e9",
-    "--interval": "--interval 4h",
-}
-_ZERO_OF_STRATEGY = {"ddp": 0, "zero1": 1}
-
-ModelName = Annotated[str | None, typer.Option(metavar="NAME", help="A model by name, such as llama3-70b or 405b.")]
-Tp = Annotated[int, typer.Option(metavar="N", help="Tensor-parallel ranks.")]
-Sequence = Annotated[int | None, typer.Option(metavar="N", min=1, help="Tokens per sequence.")]
-Batch = Annotated[int, typer.Option(metavar="N", help="Sequences per micro-batch.")]
-
-
-@dataclass(frozen=True, kw_only=True)
-class SizeOptions:
-    """The size of the model, as a number or by its name."""
-
-    params: Annotated[float | None, typer.Option(metavar="N", help="Parameters of the model, such as 1.008e12.")] = None
-    model: ModelName = None
-
-    def parameters(self) -> float | None:
-        """Return the number of parameters; None if no option states it."""
-        model = None if self.params is not None else _model(self.model)
-        return self.params if model is None else float(model.parameters)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayoutOptions:
-    """How the training is distributed; a recorded run has the values that no option states."""
-
-    tp: Tp = 1
-    pp: Annotated[int, typer.Option(metavar="N", help="Pipeline stages.")] = 1
-    dp: Annotated[int | None, typer.Option(metavar="N", help="Data-parallel ranks.  [default: 1]")] = None
-    zero: Annotated[int | None, typer.Option(metavar="N", help="ZeRO stage; 3 for FSDP.  [default: 0]")] = None
-    gpus_per_node: Annotated[int, typer.Option(metavar="N", help="GPUs per node.")] = 8
-
-    def layout(self, recorded: "PlanningInputs | None") -> "Layout":
-        """Return the layout; its default is one data-parallel rank without ZeRO."""
-        from tracekit.plan.checkpoint import Layout
-
-        dp = _first_known(self.dp, recorded and recorded.world_size, 1)
-        zero = _first_known(self.zero, recorded and _ZERO_OF_STRATEGY.get(recorded.strategy, 3), 0)
-        return Layout(self.tp, self.pp, dp, zero, self.gpus_per_node)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StorageOptions:
-    """The bandwidths of the storage that checkpoints are written to, in bytes/s."""
-
-    write_bandwidth: Annotated[
-        float | None, typer.Option(metavar="B", help="Write bandwidth of storage in bytes/s, such as 273e9.")
-    ] = None
-    read_bandwidth: Annotated[float | None, typer.Option(metavar="B", help="Read bandwidth of storage in bytes/s.")] = (
-        None
-    )
-    node_write_limit: Annotated[
-        float | None, typer.Option(metavar="B", help="Maximum write bandwidth of one node, in bytes/s.")
-    ] = None
-    burst_buffer: Annotated[
-        float | None,
-        typer.Option(
-            metavar="B", help="Bandwidth in bytes/s of a faster tier: saves block for it, and it drains to storage."
-        ),
-    ] = None
 
 
 @plan.callback()
@@ -128,17 +78,12 @@ def checkpoint(
 
     recorded = None if measured is None else planning_inputs(run_loading.open_run(measured, cache=cache))
     constants = {} if recorded is None else dataclasses.asdict(recorded)
-    params = _require("--params or --model", size.parameters(), constants.get("params"))
+    params = require("--params or --model", size.parameters(), constants.get("params"))
     ranks = layout.layout(recorded)
-    stored = planned.Storage(
-        _require("--write-bandwidth", storage.write_bandwidth, constants.get("write_bytes_per_second")),
-        storage.read_bandwidth,
-        storage.node_write_limit,
-        storage.burst_buffer,
-    )
-    interval_s = _require("--interval", _seconds("--interval", interval), constants.get("interval_seconds"))
+    stored = storage.bandwidths(constants.get("write_bytes_per_second"))
+    interval_s = require("--interval", _seconds("--interval", interval), constants.get("interval_seconds"))
     mtbf_s = _job_mtbf_s(mtbf, node_mtbf, planned.node_count(ranks))
-    per_param = _first_known(bytes_per_param, constants.get("bytes_per_param"), planned.ADAM_BYTES_PER_PARAM)
+    per_param = first_known(bytes_per_param, constants.get("bytes_per_param"), planned.ADAM_BYTES_PER_PARAM)
     result = planned.checkpoint(params, ranks, stored, interval_s=interval_s, mtbf_s=mtbf_s, bytes_per_param=per_param)
     scales: tuple[planned.Scale, ...] = ()
     if mtbf_s is not None:
@@ -164,6 +109,38 @@ def _job_mtbf_s(job: str | None, node: str | None, nodes: int) -> float | None:
         raise ConfigError("--mtbf is of the job and --node-mtbf of one node: give one of them")
     node_s = _seconds("--node-mtbf", node)
     return _seconds("--mtbf", job) if node_s is None else node_s / nodes
+
+
+@plan.command(short_help="Measured write and read bandwidth of a path.")
+@expand_options
+def storage(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A folder on the storage that checkpoints go to.")],
+    *,
+    threads: Annotated[
+        str, typer.Option(metavar="N,…", help="Numbers of threads, each with a file of its own.")
+    ] = "1,2,4,8",
+    load_bytes: Annotated[
+        float, typer.Option("--bytes", metavar="N", help="Bytes of all files of a number of threads.")
+    ] = 1 << 30,
+    seconds: Annotated[float, typer.Option(metavar="S", min=0.1, help="Time for all measurements.")] = 60.0,
+    table: DocumentOptions,
+) -> None:
+    """Measure what this node writes to and reads from a path, against threads and fsync, as sharded savers do.
+
+    Files lie in a new folder in PATH, which is removed at the end. The JSON output is input of 'tracekit plan
+    checkpoint --storage FILE'. Run it on an idle node; on storage that others use, several times.
+    """
+    from tracekit.plan import storage as measured
+    from tracekit.report import storage_probe
+
+    names = output.split_names(threads)
+    if not names or not all(name.isascii() and name.isdigit() and len(name) < 6 for name in names):
+        raise ConfigError(f"--threads {threads!r}: expected numbers, such as 1,2,4,8")
+    if not 1 <= load_bytes < 1 << 50:
+        raise ConfigError(f"--bytes {load_bytes:g} is not possible: from 1 to 2**50")
+    counts = sorted({int(name) for name in names})
+    results = measured.measure(path, measured.loads(counts, int(load_bytes)), seconds=seconds)
+    table.write_document(storage_probe.document(path, results))
 
 
 @plan.command(short_help="Weights, gradients, optimizer state and activations of one rank.")
@@ -204,9 +181,9 @@ def memory(
 
     work = planned.Workload(sequence, batch, micro_batches, recomputation, sequence_parallel) if sequence else None
     result = planned.plan(
-        _require("--params or --model", size.parameters()),
+        require("--params or --model", size.parameters()),
         Layout(tp, pp, dp, zero),
-        model=_model(size.model),
+        model=optional_model(size.model),
         work=work,
         micro_batches=micro_batches,
         with_yafsdp=yafsdp,
@@ -221,9 +198,10 @@ def memory(
 def layout(
     *,
     model: Annotated[str, typer.Option(metavar="NAME", help="A model by name, or a Hugging Face config.json.")],
-    gpus: Annotated[int, typer.Option(metavar="N", min=1, help="GPUs in all.")],
-    gpus_per_node: Annotated[int, typer.Option(metavar="N", min=1, help="GPUs per node.")] = 8,
-    device: Annotated[str, typer.Option(metavar="NAME", help="a100-80, h100-80 or v100-32.")] = "a100-80",
+    cluster: ClusterOptions,
+    gpus_per_node: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="GPUs per node.  [default: 8, or those of --topology]")
+    ] = None,
     sequence: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Tokens per sequence.  [default: the model's]")
     ] = None,
@@ -237,13 +215,102 @@ def layout(
 
     Each is the best of its micro-batches, interleaved schedules and ways of recomputation that fit into memory.
     """
-    from tracekit.plan import hardware, layouts
+    from tracekit.plan import layouts
     from tracekit.report import layouts as layout_report
 
-    job = layouts.Job.of(
-        _found(model), hardware.find(device), gpus=gpus, gpus_per_node=gpus_per_node, sequence=sequence, batch=batch
-    )
+    machine, gpus, domain_gpus = cluster.read()
+    node_gpus = domain_gpus if gpus_per_node is None else gpus_per_node
+    job = layouts.Job.of(find_model(model), machine, gpus=gpus, gpus_per_node=node_gpus, sequence=sequence, batch=batch)
     table.write_document(layout_report.document(job, layouts.plan(job, count=count)))
+
+
+@plan.command(short_help="Days, GPU-hours, money and energy of a training.")
+@expand_options
+def train(
+    *,
+    size: SizeOptions,
+    tokens: Annotated[float, typer.Option(metavar="N", help="Tokens to train on, such as 15e12.")],
+    cluster: ClusterOptions,
+    sequence: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Tokens per sequence.  [default: the model's]")
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Sequences per step.  [default: the model's]")
+    ] = None,
+    speed: SpeedOptions,
+    host: OffloadOptions,
+    money: MoneyOptions,
+    cache: UseCache = True,
+    table: DocumentOptions,
+) -> None:
+    """Estimate how long a training takes, and what it costs: tokens, model, GPUs and MFU.
+
+    The MFU is given, measured by a run, or predicted: for the fastest layout that fits, whose step is shown by parts.
+    --speedup, or two recorded runs, state how many GPUs of a faster strategy have the same throughput.
+    """
+    from tracekit.plan import hardware, layouts
+    from tracekit.plan import train as planned
+    from tracekit.report import train_plan as report
+
+    machine, gpus, domain_gpus = cluster.read()
+    spec = None if size.params is not None else optional_model(size.model)
+    params = require("--params or --model", size.parameters())
+    length = sequence or (spec.sequence if spec else 4096)
+    sequences = batch or (layouts.default_batch(spec, length, gpus) if spec else max(1, (1 << 22) // length))
+    work = planned.Work(
+        6 * params if spec is None else layouts.flops_per_token(spec, length),
+        length * sequences, gpus, speed.peak_flops or machine.peak_flops_per_s,
+    )  # fmt: skip
+    mfu_ratio, speedup = _rates_of_runs(speed.measured, money, cache=cache)
+    subject = f"{spec.name if spec else f'{params / 1e9:,.4g} B parameters'}, {tokens:,.4g} tokens on {gpus:,} "
+    subject += "GPUs" if speed.peak_flops else machine.name
+    layout = ""
+    given_ratio = speed.mfu
+    if speed.tokens_per_second is not None:
+        given_ratio = speed.tokens_per_second * work.flops_per_token / (gpus * work.peak_flops_per_s)
+    if given_ratio is not None:
+        step = planned.step_at_mfu(work, given_ratio, planned.GIVEN)
+    elif mfu_ratio is not None:
+        step = planned.step_at_mfu(work, mfu_ratio, planned.MEASURED)
+    elif spec is None or speed.peak_flops is not None:
+        raise ConfigError("a layout is predicted with --model and --device; else give --mfu or --tokens-per-second")
+    else:
+        job = layouts.Job(spec, machine, gpus, domain_gpus, length, sequences)
+        best = layouts.best(job, tp=speed.tp, pp=speed.pp, zero=speed.zero)
+        step, layout = planned.step_of_layout(job, best), _layout_text(best)
+    if host.offload:
+        step = planned.with_offload(step, planned.Offload(params / gpus, host.host_bandwidth, host.pcie_bandwidth))
+    power_w = money.power if money.power is not None or speed.peak_flops else hardware.power_w(machine)
+    prices = planned.Prices(money.gpu_hour_price, power_w, money.pue)
+    result = planned.plan(work, step, tokens, prices=prices, goodput_ratio=money.goodput)
+    equal = None if speedup is None else planned.equal_throughput(gpus, speedup, money.gpu_hour_price)
+    table.write_document(report.document(subject, work, step, result, equal=equal, layout=layout))
+
+
+def _rates_of_runs(measured: str | None, money: MoneyOptions, *, cache: bool) -> tuple[float | None, float | None]:
+    """MFU of a recorded run, and the speedup that is stated or that of another run. Raises ConfigError."""
+    from tracekit.analysis.compute import training_rate
+
+    if money.against is not None and (money.speedup is not None or measured is None):
+        raise ConfigError("--against compares a run with that of --measured: give both, and no --speedup")
+    if measured is None:
+        return None, money.speedup
+    run = run_loading.open_measured(measured, training_rate.FACTS, cache=cache)
+    rate = training_rate.training_rate(run)
+    if money.against is None:
+        if rate.mfu_ratio is None:
+            raise ConfigError(f"{measured}: its MFU is not known (device or operations); give --mfu")
+        return rate.mfu_ratio, money.speedup
+    other = training_rate.training_rate(run_loading.open_measured(money.against, training_rate.FACTS, cache=cache))
+    if rate.tokens_per_second_per_gpu is None or other.tokens_per_second_per_gpu is None:
+        raise ConfigError("--against: both runs need tokens per second in their metrics log (docs/record.md)")
+    return rate.mfu_ratio, other.tokens_per_second_per_gpu / rate.tokens_per_second_per_gpu
+
+
+def _layout_text(layout: "LayoutPlan") -> str:
+    axes = [f"{axis.upper()} {getattr(layout, axis)}" for axis in ("pp", "dp", "tp", "cp", "ep")]
+    batches = f"{layout.micro_batches} micro-batches of {layout.micro_batch}, recomputation {layout.recompute}"
+    return f"{' × '.join(axes[:3])}, {', '.join(axes[3:])}, ZeRO-{layout.zero}, {batches}"
 
 
 @plan.command(short_help="Bubble and communication of a pipeline.")
@@ -271,38 +338,13 @@ def pipeline(
     """
     from tracekit.plan import pipeline as planned
 
-    spec = _model(model)
+    spec = optional_model(model)
     across = width or (spec.width if spec else None)
     sizes = None
     if sequence and across:
         sizes = planned.Sizes(batch, sequence, across, layers or (spec.layers if spec else None), tp, scatter_gather)
     result = planned.plan(stages, micro_batches, chunks=chunks, schedule=schedule, sizes=sizes)
     _emit(dataclasses.asdict(result), table)
-
-
-def _model(name: str | None) -> "Model | None":
-    return None if name is None else _found(name)
-
-
-def _found(name: str) -> "Model":
-    """Return the model of this name, or that a path to a config.json describes."""
-    from tracekit.plan import models
-
-    path = Path(name)
-    is_path = name.endswith(".json") or (name not in models.NAMES and path.is_dir())
-    return models.read(path) if is_path else models.find(name)
-
-
-def _first_known(*values: Any) -> Any:
-    return next((value for value in values if value is not None), None)
-
-
-def _require(option: str, *values: float | None) -> float:
-    stated: float | None = _first_known(*values)
-    if stated is None:
-        recorded = "; or take it from a recorded run by --measured RUN" if len(values) > 1 else ""
-        raise ConfigError(f"{option} is needed, such as {_EXAMPLES[option]}{recorded}")
-    return stated
 
 
 def _emit(

@@ -41,7 +41,9 @@ class JobOptions:
     batch: Annotated[int, typer.Option(metavar="N", help="Sequences per GPU and micro-batch.")] = 1
     micro_batches: Annotated[int, typer.Option(metavar="N", help="Micro-batches per step.")] = 1
     checkpoint_layers: Annotated[int, typer.Option(metavar="N", help="Layers that recompute their activations.")] = 0
-    hardware: Annotated[str, typer.Option(metavar="NAME", help="a100-80, h100-80 or v100-32.")] = "a100-80"
+    hardware: Annotated[str, typer.Option(metavar="NAME", help="A device, such as a100-80, h100-80 or b200.")] = (
+        "a100-80"
+    )
     ranks_written: Annotated[
         int | None,
         typer.Option(metavar="N", help="Write traces of the first N ranks.  [default: 8; with a layout all]"),

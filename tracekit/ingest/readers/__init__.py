@@ -14,7 +14,7 @@ from tracekit.ingest.readers import foreign_formats
 from tracekit.ingest.readers.dftracer import DFTracerLogs
 from tracekit.ingest.readers.execution_trace import ExecutionTraces
 from tracekit.ingest.readers.kineto.format import KinetoTraces
-from tracekit.ingest.readers.logs import CheckpointLogs, Manifests, MemorySnapshots, MetricsLogs
+from tracekit.ingest.readers.logs import AttemptsLogs, CheckpointLogs, Manifests, MemorySnapshots, MetricsLogs
 from tracekit.ingest.readers.reader import Reader, TraceInfo
 from tracekit.model import plugins
 from tracekit.model.trace import Trace
@@ -74,6 +74,7 @@ READERS: tuple[Reader, ...] = (
     Manifests(),
     CheckpointLogs(),
     MetricsLogs(),
+    AttemptsLogs(),
     MemorySnapshots(),
     ExecutionTraces(),
     DFTracerLogs(),

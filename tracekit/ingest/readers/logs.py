@@ -53,6 +53,20 @@ class CheckpointLogs(_Logs):
         return Trace(rank, window, path, checkpoints=complete, data_quality=pl.concat(issues))
 
 
+class AttemptsLogs(Reader):
+    """Recognizes attempts.jsonl; `job_attempts` reads it."""
+
+    name = "attempts log"
+    suffixes = (conventions.ATTEMPTS_FILE,)
+    contents = "start, steps, end and exit of each attempt at a job (`tracekit goodput`)"
+    has_traces = False
+    usage = "name the run's folder: tracekit goodput"
+
+    def sniff(self, head: bytes, name: str) -> bool:  # noqa: ARG002
+        """Return whether the file is named like an attempts log."""
+        return name.rpartition("/")[2] == conventions.ATTEMPTS_FILE
+
+
 class MetricsLogs(_Logs):
     """Reads rank00000.metrics.jsonl."""
 

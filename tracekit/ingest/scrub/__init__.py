@@ -18,6 +18,7 @@ _LOGS = (
     conventions.CHECKPOINT_LOG_SUFFIX,
     conventions.METRICS_SUFFIX,
     conventions.METRICS_SUFFIX + conventions.PARTIAL_SUFFIX,
+    conventions.ATTEMPTS_FILE,
 )
 _TRACES = (".json", ".json.gz", ".pfw", ".pfw.gz")
 _PICKLES = (".pickle", ".pkl")
