@@ -185,7 +185,7 @@ _TYPES = re.compile(
     r"(?:[\s.\[(:*?].*)?)\Z",
     re.IGNORECASE | re.DOTALL,
 )
-_VARIABLE = re.compile(r"\$\w+|\$?\{+[^{}]*\}+|%\w+%?|<[^<>]*>|@\w+@")
+_VARIABLE = re.compile(r"\$\w+|\$?\{++[^{}]*+\}++|%\w+%?|<[^<>]*>|@\w+@")
 _PLACEHOLDER = re.compile(r"(?:\[redacted\]|<[a-z]+\d+>)[\w./@-]*\Z")
 _PINNED = re.compile(r"\d+(?:\.\w+)+")
 _NUMBER = re.compile(r"-?[\d.,]+(?:[eE][-+]?\d+)?\Z")

@@ -34,7 +34,7 @@ PATHS = tuple(
 )
 URLS = re.compile(rb":(?:\\?/){2}(?<=[A-Za-z0-9].{3})(?!<url)[^\s\"\\<>;,]+|:\\/\\/[^\s\"<>;,]+")
 LIBRARY = re.compile(rb"(?:site-packages|dist-packages|python3\.\d+)\\?/.*", re.DOTALL)
-FILE = re.compile(rb"[^/\\]*\.\w{1,12}\Z")
+FILE = re.compile(rb"(?<![^/\\])[^/\\]*\.\w{1,12}\Z")
 
 # Places that name users and hosts without a name before them. Names before them are those of `_identity`.
 USERS = tuple(
@@ -58,7 +58,7 @@ HOSTS = tuple(
     )
 )
 _NAME_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-_NAMED = re.compile(r"(?P<name>[A-Za-z_][\w.-]*)(?:=|\s+(?<=\w)|:\s*)(?P<value>[^\s\"'=]+)")
+_NAMED = re.compile(r"(?P<name>[A-Za-z_][\w.-]{0,99}+)(?:=|\s+(?<=\w)|:\s*)(?P<value>[^\s\"'=]+)")
 _USER_NAMES = frozenset(["user", "username", "uname", "login", "logname", "owner", "author", "account"])
 _USER_ENDINGS = (["started", "by"], ["created", "by"], ["submitted", "by"], ["user", "name"], ["login", "name"])
 _HOST_NAMES = frozenset((
@@ -71,7 +71,7 @@ _OF_ADDRESS = frozenset((
     "coordinator", "head", "host", "launch", "leader", "main", "master", "node", "ray", "rdzv", "rendezvous",
     "scheduler", "server", "store", "topology",
 ))  # fmt: skip
-_NODE_RANGE = re.compile(r"(?P<prefix>[\w.-]+)\[(?P<numbers>[\d,-]+)\](?P<suffix>[\w.-]*)")
+_NODE_RANGE = re.compile(r"(?P<prefix>[\w.-]{1,255}+)\[(?P<numbers>[\d,-]+)\](?P<suffix>[\w.-]*)")
 _MAX_NODES = 4096
 # An address of a mailbox, or a place that git, ssh or rsync reach.
 _AT = re.compile(rb"@[\w-]+(?:(?:\.[\w-]+)*\.[a-z]{2,}\b(?::[\w~./-]*/[\w./~-]+)?|[\w.-]*:(?:[/~]|[\w.-]+/)[\w./~-]*)")
