@@ -4,13 +4,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeGuard
 from urllib.parse import quote
 
 import polars as pl
 
 from dashboard.run_entry import RunEntry
 from tracekit.model import escaping, units
+from tracekit.model.schema import ColumnTypes
 from tracekit.rules.rule import Severity
 
 UNCHECKED, GOOD, BROKEN, QUALITY_ISSUES = "not checked", "good", "cannot be opened", "data issues"
@@ -24,7 +25,7 @@ VERDICTS = (*SEVERITIES, GOOD, CANNOT_JUDGE, QUALITY_ISSUES, UNCHECKED, FAILED, 
 UNKNOWN = "unknown"
 DAY_S = 86_400
 PERIODS = {"any time": None, "last day": DAY_S, "last week": 7 * DAY_S, "last month": 30 * DAY_S}
-COLUMNS = {
+COLUMNS: ColumnTypes = {
     "run": pl.String, "verdict": pl.List(pl.String), "costliest finding": pl.String, "saving": pl.Float64,
     "step_ns": pl.Float64, "recorded": pl.Datetime("us", "UTC"), "open": pl.String, "now": pl.String,
     "steps": pl.List(pl.Float64), "exposed": pl.Float64, "strategy": pl.String, "model": pl.String, "ranks": pl.Int64,
@@ -114,13 +115,13 @@ def _row(entry: RunEntry) -> tuple[Any, ...]:
         escaping.inert(entry.name),
         [chip(entry)],
         _claim(summary.costliest) if summary else None,
-        _percent(summary and summary.impact),
+        _percent(summary.impact if summary else None),
         summary.step_time_ns if summary and summary.step_time_ns else None,
         datetime.fromtimestamp(entry.created_ns / 1e9, UTC) if _is_date(entry.created_ns) else None,
         f"./{page}?run={quote(entry.name, safe='')}" if page is not None else None,
         "live" if entry.is_live else None,
         [ns / 1e6 for ns in summary.steps_ns] if summary and summary.steps_ns else None,
-        _percent(summary and summary.exposed_communication_ratio),
+        _percent(summary.exposed_communication_ratio if summary else None),
         _text(entry.strategy),
         _text(entry.model),
         _ranks(entry),
@@ -173,5 +174,5 @@ def _text(text: str, limit: int = escaping.MAX_TEXT) -> str | None:
     return escaping.inert(text, limit) or None
 
 
-def _is_date(ns: int | None) -> bool:
+def _is_date(ns: int | None) -> TypeGuard[int]:
     return ns is not None and 0 < ns < 4_102_444_800 * 10**9  # until 2100: a manifest can say anything

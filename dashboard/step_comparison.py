@@ -111,7 +111,7 @@ def _compare(sides: tuple[_Run, _Run], draw: Callable[[OpenPair], None], key: st
         for letter, row, side in zip(open_pair.LETTERS, rows, sides, strict=True)
     )
     with sharing.fragment("steps side by side"):
-        widgets.headline(Headline(step_pair.sentence(*rows, names=open_pair.LETTERS), "; ".join(about)))
+        widgets.headline(Headline(step_pair.sentence(rows[0], rows[1], open_pair.LETTERS), "; ".join(about)))
         _follow_step(pair, key)
         draw(pair)
 

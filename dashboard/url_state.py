@@ -128,6 +128,7 @@ def open_address(page: StreamlitPage, query: Mapping[str, list[str]]) -> NoRetur
     """Open a page at an address whose parameters apply, also where they are a choice that was left before."""
     st.session_state[_NAVIGATIONS] = st.session_state.get(_NAVIGATIONS, 0) + 1
     st.switch_page(page, query_params=query)
+    raise AssertionError  # it does not return
 
 
 def parameters() -> dict[str, list[str]]:

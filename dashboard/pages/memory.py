@@ -152,7 +152,7 @@ def _show_snapshot(entry: RunEntry, file: SnapshotFile) -> None:
     widgets.frame(parts["fragmentation"].drop("device"))
     if parts["lifetimes"].height:
         _lifetimes(parts["lifetimes"])
-    device = parts["fragmentation"]["device"].first() or 0
+    device = next(iter(parts["fragmentation"]["device"].drop_nulls().to_list()), 0)
     _replay_form(
         f"{entry.name}-{file.path}-{device}",
         lambda settings, gib: memory.replay_snapshot(entry, file, device, settings, gib),

@@ -125,7 +125,8 @@ def _choose_filter(entries: Sequence[RunEntry]) -> RunFilter:
     since = second[3].selectbox("Recorded", periods, key=bind("recorded", periods))
     with second[4]:
         step_ns = _step_range(entries)
-    return RunFilter(text, *several, runs_table.PERIODS[since], step_ns, order)
+    strategies, models, verdicts = several
+    return RunFilter(text, strategies, models, verdicts, runs_table.PERIODS[since], step_ns, order)
 
 
 def _step_range(entries: Sequence[RunEntry]) -> tuple[float, float] | None:

@@ -337,7 +337,7 @@ def _at(opened: OpenTimeline, row: pl.DataFrame, ranks: tuple[int, ...], *, key:
     of_lane = tracks.filter(pl.col("lane") == pl.lit(lane, pl.Int64))
     selected = _slice_of_moment(opened, (of_lane if of_lane.height else tracks)["track"].to_list(), (begin_ns, last_ns))
     if track is None and not ranks[1:]:  # several are folded
-        track = (of_lane if of_lane.height else tracks)["track"].first()
+        track = next(iter((of_lane if of_lane.height else tracks)["track"].to_list()), None)
     return Jump(start_ns - origin_ns, past_ns - origin_ns, track, key, ranks, selected)
 
 
@@ -360,8 +360,7 @@ def _host_track(opened: OpenTimeline, rank: int, span: Window) -> int | None:
     hosts = opened.scene.tracks.filter(pl.col("rank") == rank, pl.col("role") == "host")["track"].to_list()
     slices = tiles.view(opened.scene, span, FIRST_PIXELS, hosts)
     by_track = slices.group_by("track").agg(pl.col("busy_ns").sum()).sort("busy_ns", "track", descending=[True, False])
-    track: int | None = by_track["track"].first() if by_track.height else next(iter(hosts), None)
-    return track
+    return next(iter(by_track["track"].to_list() or hosts), None)
 
 
 def _canvas(opened: OpenTimeline, order: RankOrder, marks: list[dict[str, Any]], jump: Jump | None, key: str) -> None:
@@ -426,8 +425,9 @@ def _view(opened: OpenTimeline, reported: Any, jump: Jump | None, key: str) -> V
             tracks = reported.get("tracks")
             valid = tuple(track for track in tracks if isinstance(track, int)) if isinstance(tracks, list) else ()
             return View(seq, start_ns, end_ns, min(max(pixels, 1), MAX_PIXELS), valid)
-    part = (jump.start_ns, jump.end_ns) if jump else st.session_state.get(f"address-{key}") or opened.initial_part
-    return View(0, *part, FIRST_PIXELS, message.initial_tracks(opened.scene))
+    left: Window | None = st.session_state.get(f"address-{key}")
+    start_ns, end_ns = (jump.start_ns, jump.end_ns) if jump else left or opened.initial_part
+    return View(0, start_ns, end_ns, FIRST_PIXELS, message.initial_tracks(opened.scene))
 
 
 def _range(opened: OpenTimeline, selection: Any) -> dict[str, Any] | None:

@@ -29,6 +29,7 @@ from tracekit.conventions import object_storage
 from tracekit.errors import InputError, RuleError
 from tracekit.ingest import loader
 from tracekit.model.run import Run
+from tracekit.model.trace import TraceFact
 from tracekit.regression import baseline, samples
 from tracekit.report.headlines import Headline
 from tracekit.rules import engine, report_cache
@@ -45,7 +46,7 @@ MAX_QUERIES = 4
 """SQL queries of all sessions at a time: each may use a processor and its memory limit."""
 MAX_SHARED_TABLE_BYTES = 32 << 20
 """Larger tables are read from the run each time, which may have them on disk."""
-_FACTS = (breakdown.by_step, breakdown.by_rank, breakdown.extent, *baseline.FACTS, *tables.FACTS)
+_FACTS: tuple[TraceFact, ...] = (breakdown.by_step, breakdown.by_rank, breakdown.extent, *baseline.FACTS, *tables.FACTS)
 _RUN_FACTS = (samples.samples_across, breakdown.run_clock)
 _SEEN = "entries_seen"
 _NOT_MADE = object()

@@ -50,7 +50,7 @@ def trace_tables(run: OpenRun, rank: int, window: int) -> dict[str, pl.DataFrame
 
     def measure_trace(run: Run) -> dict[str, pl.DataFrame]:
         trace = run.trace(rank, window)
-        return {fact.__name__: fact(trace) for fact in _TRACE_FACTS}
+        return {fact.__qualname__: fact(trace) for fact in _TRACE_FACTS}
 
     return run.remember(("memory", rank, window), measure_trace)
 

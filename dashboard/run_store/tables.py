@@ -21,8 +21,9 @@ from tracekit.analysis.parallelism import (
 )
 from tracekit.analysis.quality import contents, trace_quality
 from tracekit.analysis.time import breakdown
+from tracekit.model.fact import Fact
 from tracekit.model.intervals import Window
-from tracekit.model.run import Run, RunFact
+from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
 from tracekit.sync import alignment, collective_matching
 
@@ -38,7 +39,7 @@ def _per_trace(fact: TraceFact) -> Table:
     return Table(lambda run: run.table(fact))
 
 
-def _across(fact: RunFact, *facts: TraceFact) -> Table:
+def _across(fact: Fact[Run], *facts: TraceFact) -> Table:
     """Return a table across ranks. It needs their clocks and `facts`, measured for related tables in the same pass."""
     return Table(lambda run: run.table(fact, (collective_matching.calls, *facts) if facts else ()))
 

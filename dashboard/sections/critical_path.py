@@ -60,12 +60,12 @@ def _owners(rows: pl.DataFrame, *, key: str) -> None:
 
 
 def _numbers(path: CriticalPath) -> None:
-    kinds = dict(path.shares_by("kind").select("kind", "step_ratio").rows())
+    kinds = path.shares_by("kind").select("kind", "step_ratio").rows()[:4]
     top_rank = path.shares_by("rank").row(0, named=True)
     widgets.numbers(
         {
             f"Step, on rank {path.rank}": units.duration(path.step_ns),
-            **{_LABELS.get(kind, kind).capitalize(): units.share(ratio) for kind, ratio in list(kinds.items())[:4]},
+            **{str(_LABELS.get(kind, kind)).capitalize(): units.share(ratio) for kind, ratio in kinds},
             f"On rank {top_rank['rank']}": units.share(top_rank["step_ratio"]),
         }
     )
@@ -82,7 +82,8 @@ def _chart(run: OpenRun, path: CriticalPath) -> None:
         )
     elif st.button(f"Show rank {clicked[0]} in the timeline", key="critical-path-show"):
         moment = {"rank": clicked[0], "start_ns": clicked[1], "dur_ns": clicked[2], "window": path.window}
-        moments.show(run.entry, moment, path=True, **({} if path.step is None else {"step": path.step}))
+        step = {"path": True} if path.step is None else {"path": True, "step": path.step}
+        moments.show(run.entry, moment, ranks=(), **step)
 
 
 def _headline(path: CriticalPath) -> Headline:

@@ -250,7 +250,7 @@ def _show_prediction(prediction: Prediction, gpus: int | None, price: float | No
         f"predicted, {prediction.name}": units.duration(prediction.predicted_ns),
         "of the step": _signed_share(-prediction.saved_ratio),
     }
-    hours = what_if.hours_per_day(prediction.saved_ratio, gpus)
+    hours = what_if.hours_per_day(prediction.saved_ratio, gpus or 0)
     if hours is not None:
         numbers["GPU-hours saved a day"] = f"{hours:,.1f}"
         if price is not None:

@@ -51,11 +51,11 @@ async def _remove_repeatedly(interval_s: float) -> None:
 def remove_expired(server: Runtime) -> int:
     """Number of sessions that were ended because they had expired, and of ended sessions whose uploads were removed."""
     sessions = server._session_mgr
-    expired = sessions._session_storage._cache.expire()  # type: ignore[attr-defined]
+    expired = sessions._session_storage._cache.expire()
     for _, stored in expired:
         stored.session.shutdown()
     uploads = server.uploaded_file_mgr
-    orphans = [name for name in list(uploads.file_storage) if sessions.get_session_info(name) is None]  # type: ignore[attr-defined]
+    orphans = [name for name in list(uploads.file_storage) if sessions.get_session_info(name) is None]
     for name in orphans:
         uploads.remove_session_files(name)
     return len(expired) + len(orphans)

@@ -45,6 +45,7 @@ def main() -> None:
         st.code("tracekit dashboard runs/", language=None)
         return
     listed = {page.address: page for page in all_pages()}
+    selection: Selection
     # A page shows the selection that is made below: the sidebar's widgets must know the page that they are on.
     links = {
         address: st.Page(

@@ -20,7 +20,7 @@ _mount_button = components.register("perfetto", ("perfetto.js",))
 class _BoundedFile(io.BytesIO):
     """A file in memory of limited size. Raises InputError beyond it."""
 
-    def write(self, data) -> int:  # type: ignore[no-untyped-def, override]
+    def write(self, data) -> int:  # type: ignore[no-untyped-def]
         if self.tell() + len(data) > MAX_FILE_BYTES:
             raise InputError(
                 f"the file would be larger than {units.size(MAX_FILE_BYTES)}: choose one rank, or run "
@@ -78,7 +78,7 @@ def _write(opened: OpenTimeline, findings: list[Finding], rank: int | str, key: 
     file = _BoundedFile()
     try:
         with opened.lock, st.spinner("Writing the ranks on one clock"):
-            perfetto.write(opened.run, file, ranks=None if rank == ALL else ranks, findings=findings)  # type: ignore[arg-type]
+            perfetto.write(opened.run, file, ranks=None if rank == ALL else ranks, findings=findings)
     except TracekitError as error:
         widgets.problem(str(error))
         return
