@@ -53,6 +53,7 @@ def test_nor_does_one_between_the_loss_and_backward():
         (*TRAINING_OPS, Op("aten::_foreach_copy_", 500)),
         (*TRAINING_OPS, HISTOGRAM._replace(phase="data")),
         (*TRAINING_OPS, Op("c10d::allreduce_", 500)),
+        (*TRAINING_OPS, Op("aten::cat", 500), Op("c10d::_allgather_base_", 50)),  # weights that ranks exchange
         (FORWARD._replace(is_needed=False), BACKWARD, UPDATE, HISTOGRAM),  # nothing says what backward needs
         (FORWARD, BACKWARD._replace(phase=None), UPDATE, HISTOGRAM),
     ],

@@ -24,7 +24,8 @@ AFTER_UPDATE, BEFORE_BACKWARD = "after the optimizer", "between loss and backwar
 """Places in a step from which nothing leads to its gradients."""
 _FORWARD, _BACKWARD, _UPDATE, _OTHER_PHASE, _NONE = range(5)
 _PHASES = {conventions.BACKWARD: _BACKWARD, conventions.OPTIMIZER: _UPDATE}
-_OF_TRAINING = r"^Optimizer\.|^FSDP|^DistributedDataParallel\.|^c10d::|record_param_comms"
+_COLLECTIVE = r"^c10d::|record_param_comms"
+_OF_TRAINING = rf"^Optimizer\.|^FSDP|^DistributedDataParallel\.|{_COLLECTIVE}"
 _IN_PLACE = r"^aten::(.*[^_]_|_foreach_copy_|ones_like)$"
 """They may write weights, as where an optimizer has copies of these in 32 bits; backward begins with ones_like."""
 _INTO_NEW_MEMORY = r"^aten::(copy_|fill_|zero_)$"
@@ -44,7 +45,8 @@ def side_work(trace: Trace) -> pl.DataFrame:
     BEFORE_BACKWARD), line (of the program, where stacks were recorded), saved_ns (its time, and on a CPU run the pause
     of its thread before it); one row per kernel, or op of a CPU run. AFTER_UPDATE follows the last operator of the
     optimizer in a step; BEFORE_BACKWARD follows the last operator that backward needs. Operators that write into a
-    tensor (unless it was just allocated), collectives, and ops that another fact on avoidable time has are left out.
+    tensor (unless it was just allocated), collectives and the operator before each, which makes what it sends, and ops
+    that another fact on avoidable time has are left out.
     Empty where the trace does not say which ops backward needs.
     """
     needed = trace.ops["forward_id"].drop_nulls().unique()
@@ -97,7 +99,7 @@ def _placed_ops(trace: Trace, outermost: Ints, does: Ints) -> pl.DataFrame:
     ops = ops.with_columns(
         before=event.forward_fill(), step_before=event_step.forward_fill(),
         after=event.backward_fill(), step_after=event_step.backward_fill(),
-        name_before=pl.col("name").shift(1).over("lane"),
+        name_before=pl.col("name").shift(1).over("lane"), name_after=pl.col("name").shift(-1).over("lane"),
     )  # fmt: skip
     is_last = pl.col("after").is_null() | pl.col("step_after").ne_missing(pl.col("step"))
     is_after_update = (pl.col("before") == _UPDATE) & (pl.col("step_before") == pl.col("step")) & is_last
@@ -108,6 +110,7 @@ def _placed_ops(trace: Trace, outermost: Ints, does: Ints) -> pl.DataFrame:
     name = pl.col("name").str
     is_new = name.contains(_INTO_NEW_MEMORY) & pl.col("name_before").str.contains(_ALLOCATES)
     is_side = pl.col("lane").is_in(threads.implode()) & (pl.col("does") == _NONE) & ~pl.col("is_inside")
+    is_side &= ~pl.col("name_after").str.contains(_COLLECTIVE).fill_null(value=False)
     is_side &= name.starts_with("aten::") & (~name.contains(_IN_PLACE) | is_new.fill_null(value=False))
     place = pl.when(is_after_update).then(pl.lit(AFTER_UPDATE)).when(is_before_backward).then(pl.lit(BEFORE_BACKWARD))
     placed = ops.with_columns(place=place).filter(is_side)
