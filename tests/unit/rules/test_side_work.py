@@ -62,6 +62,12 @@ def test_what_may_lead_to_a_gradient_or_to_weights_is_not_counted(ops):
     assert _rows(*ops).is_empty()
 
 
+def test_the_python_between_two_such_ops_is_counted_whole():
+    ops = [*TRAINING_OPS, HISTOGRAM, HISTOGRAM]
+    rows = side_work.side_work(drawn_cpu_ops.trace(ops, pause_us=lambda _, number: 900 if number >= 3 else 1))
+    assert rows["saved_ns"].to_list() == [500 * US, 1400 * US] * 4  # of the first one, it may be that of something else
+
+
 def test_a_copy_into_new_memory_is_counted():
     rows = _rows(*TRAINING_OPS, Op("aten::new_empty", 2), Op("aten::copy_", 500))
     assert rows.filter(op="aten::copy_")["saved_ns"].to_list() == [501 * US] * 4

@@ -28,7 +28,7 @@ _COLLECTIVE = r"^c10d::|record_param_comms"
 _OF_TRAINING = rf"^Optimizer\.|^FSDP|^DistributedDataParallel\.|{_COLLECTIVE}"
 _IN_PLACE = r"^aten::(.*[^_]_|_foreach_copy_|ones_like)$"
 """They may write weights, as where an optimizer has copies of these in 32 bits; backward begins with ones_like."""
-_INTO_NEW_MEMORY = r"^aten::(copy_|fill_|zero_)$"
+_INTO_NEW_MEMORY = r"^aten::(copy_|fill_|zero_|set_)$"
 _ALLOCATES = r"^aten::(new_)?empty|^aten::set_$"
 _COUNTED_ELSEWHERE: tuple[TraceFact, ...] = (
     cpu_ops.slow_arithmetic, value_reads.value_reads, cpu_ops.casts, cpu_ops.small_ops, cpu_ops.anomaly_checks,
@@ -58,6 +58,7 @@ def side_work(trace: Trace) -> pl.DataFrame:
     work = work.join(_placed_ops(trace, outermost, events), on="row", maintain_order="left")
     for fact in _COUNTED_ELSEWHERE:
         work = work.join(fact(trace).select("activity_id"), on="activity_id", how="anti", maintain_order="left")
+    work = work.with_columns(saved_ns=pl.col("dur_ns") + _python_ns())
     lines = allocations.code_locations(trace, work["op_id"]).select("op_id", line="stack")
     return schema.conform(work.join(lines, on="op_id", how="left", maintain_order="left"), COLUMNS)
 
@@ -118,14 +119,29 @@ def _placed_ops(trace: Trace, outermost: Ints, does: Ints) -> pl.DataFrame:
 
 
 def _work(trace: Trace, outermost: Ints) -> pl.DataFrame:
-    """Compute in the steps, with row of the outermost op that launched it, device, activity_id and saved_ns."""
+    """Compute in the steps, with row of the outermost op that launched it, device and activity_id.
+
+    Also, of a CPU run, number (in its thread), pause_ns and before_ns (the time since the op before); else 0.
+    """
     if trace.on_device:
-        row = kernels.innermost_op(trace)
-        work = trace.activities.with_columns(pl.lit(0, pl.Int64).alias("pause_ns"), pl.Series("inner", row))
+        row, none = kernels.innermost_op(trace), pl.lit(0, pl.Int64)
+        work = trace.activities.with_columns(pl.Series("inner", row), pause_ns=none, before_ns=none, number=none)
         work = work.filter(pl.col("kind") == "compute", trace.in_steps, pl.col("inner") >= 0)
         work = work.join(trace.lanes.select("lane", "device"), on="lane", maintain_order="left")
         work = work.rename({"id": "activity_id"})
     else:
-        work = cpu_ops.computing(trace).rename({"row": "inner"}).filter(pl.col("inner") >= 0)
-    outer = pl.Series("row", outermost[work["inner"].to_numpy()])
-    return work.with_columns(outer, saved_ns=pl.col("dur_ns") + pl.col("pause_ns"))
+        ops = cpu_ops.computing(trace).rename({"row": "inner"})
+        end_ns = pl.col("start_ns") + pl.col("dur_ns")
+        before_ns = (pl.col("start_ns") - end_ns.shift(1).over("lane")).clip(0).fill_null(0)
+        work = ops.with_columns(before_ns=before_ns, number=pl.int_range(pl.len()).over("lane"))
+        work = work.filter(pl.col("inner") >= 0)
+    return work.with_columns(pl.Series("row", outermost[work["inner"].to_numpy()]))
+
+
+def _python_ns() -> pl.Expr:
+    """Pause of Python before each op: whole between two such ops in a row, for only their own Python runs there."""
+    follows = pl.all_horizontal(
+        pl.col("number") == pl.col("number").shift(1) + 1,
+        *(pl.col(name).eq_missing(pl.col(name).shift(1)) for name in ("lane", "step")),
+    )
+    return pl.when(follows).then("before_ns").otherwise("pause_ns")
