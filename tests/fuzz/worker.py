@@ -34,13 +34,14 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     cli_runner.tracekit("check", "--sample", "--format", "json")  # imports do not count
     own_bytes = _address_space_bytes()
-    resource.setrlimit(resource.RLIMIT_AS, (own_bytes + memory_bytes, resource.RLIM_INFINITY))
     for line in sys.stdin:
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))  # to draw the input
         limit_cpu(_DRAW_CPU_S)
         before_s = _cpu_s()
         way, kind, seed = line.strip().split("\t")
         drawn = specified.drawn if kind in specified.KINDS else inputs.drawn
         made = drawn(kind, int(seed))
+        resource.setrlimit(resource.RLIMIT_AS, (own_bytes + memory_bytes, resource.RLIM_INFINITY))
         result = run(made, limit_s) if way == COMMAND else read(made, limit_s)
         # An input may take what the limit leaves: addresses that earlier inputs took count, whether resident or not.
         is_full = _resident_bytes() > MOST_RESIDENT_BYTES or _address_space_bytes() > own_bytes + memory_bytes // 2
