@@ -89,6 +89,7 @@ OPENERS = {
     "dashboard/server/page_style.py",
     "dashboard/uploads.py",  # writes
     "tracekit/capture/atomic_files.py",  # writes
+    "tracekit/capture/attempts.py",  # /proc
     "tracekit/capture/checkpoints/io_counters.py",  # the folder of a mount, for its number
     "tracekit/capture/hangs/threads.py",  # /proc
     "tracekit/capture/hangs/watch.py",  # writes; /proc
@@ -104,6 +105,7 @@ OPENERS = {
     "tracekit/ingest/scrub/streams.py",  # writes
     "tracekit/model/escaping.py",
     "tracekit/model/plugins.py",
+    "tracekit/plan/storage.py",  # files that it has just made, in a folder of its own
     "tracekit/regression/history/store.py",  # the folder of a history, for its lock
     "tracekit/report/baseline_json.py",
     "tracekit/report/explanations.py",
