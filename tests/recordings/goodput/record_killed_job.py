@@ -1,6 +1,6 @@
 """Train, kill a rank five times, resume each time; write the job's logs and its true account.
 
-    python -m tests.recordings.goodput.record FOLDER
+    python -m tests.recordings.goodput.record_killed_job FOLDER
 
 The account is computed of the events that `killed_trainer.py` writes, by other code than tracekit's.
 """
