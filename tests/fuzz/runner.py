@@ -17,6 +17,7 @@ MEMORY_BYTES = 2 << 30
 """Of address space beyond that of an idle process. Resident memory is limited by MAX_GROWTH_MIB."""
 MAX_GROWTH_MIB = 512
 _KNOWN_CODES = (0, 1, 2, 4)
+_OF_TIME = "s of CPU time"
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,11 @@ class Failure:
     seed: int
     reason: str
     detail: str
+
+    @property
+    def is_of_time(self) -> bool:
+        """Whether the input took too much CPU time."""
+        return self.reason.endswith(_OF_TIME)
 
 
 @dataclass(frozen=True)
@@ -111,7 +117,7 @@ def judged(result: dict[str, object], cpu_s: int = CPU_S) -> Failure | None:
         "exception": bool(result["raised"]),
         f"exit code {result['code']}": result["code"] not in (*_KNOWN_CODES, None),
         "output is no JSON": not result["is_json"],
-        f"more than {cpu_s} s of CPU time": float(str(result["cpu_s"])) > cpu_s,
+        f"more than {cpu_s} {_OF_TIME}": float(str(result["cpu_s"])) > cpu_s,
         f"more than {MAX_GROWTH_MIB} MiB": int(str(result["grown_mib"])) > MAX_GROWTH_MIB,
         "contradiction": bool(result["contradiction"]),
         "library": bool(result["library"]),
@@ -129,5 +135,5 @@ def judged(result: dict[str, object], cpu_s: int = CPU_S) -> Failure | None:
 
 def ended(code: int, cpu_s: int = CPU_S) -> str:
     """Return in words what an exit code of a process says."""
-    names = {24: f"more than {cpu_s} s of CPU time", 11: "segmentation fault", 6: "abort", 9: "killed"}
+    names = {24: f"more than {cpu_s} {_OF_TIME}", 11: "segmentation fault", 6: "abort", 9: "killed"}
     return names.get(-code, f"signal {-code}") if code < 0 else f"the process ended with {code}"
