@@ -60,16 +60,21 @@ def bind(name: str, options: Sequence[Any], default: Any = None) -> str:
 def bind_several(name: str, options: Sequence[Any], default: Sequence[Any] = (), *, at_most: int | None = None) -> str:
     """Return the key of a widget for several of `options`, at most `at_most` of them.
 
-    What is no longer an option is dropped.
+    What is no longer an option is dropped. Where nothing is selected because there was no default, a default that
+    appears later, such as when more runs are checked, is selected.
     """
     by_text = {str(option): option for option in options}
+    initial = [option for option in default if option in options][:at_most]
+    if initial and st.session_state.get(f"default-{name}") == [] and not st.session_state.get(name):
+        forget(name)
+    st.session_state[f"default-{name}"] = initial
     selected = st.session_state.get(name)
     usable = selected and [option for option in selected if option in options][:at_most]
     if usable != selected:
         st.session_state[name] = usable
     return _bound(
         name,
-        [option for option in default if option in options][:at_most],
+        initial,
         parse=lambda texts: [by_text[text] for text in dict.fromkeys(texts) if text in by_text][:at_most],
         to_texts=lambda value: tuple(map(str, value)) or ("",),
         is_choice=lambda value: all(option in options for option in value),

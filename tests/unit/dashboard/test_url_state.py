@@ -191,3 +191,24 @@ def test_a_choice_is_remembered_on_another_page_as_far_as_it_is_one_there(shown)
     assert not there.exception
     assert _values(there) == FIRST | {"all": True}
     assert _address(there) == {"rank": ["0"], "all": ["True"]}
+
+
+def _growing_page():
+    import streamlit as st
+
+    from dashboard import url_state
+
+    options = [name for name in ("a", "b", "c") if name in st.session_state.get("listed", "")]
+    st.multiselect("Others", options, key=url_state.bind_several("others", options, options[:2]))
+
+
+def test_a_default_that_appears_later_is_selected_until_a_person_selects_others():
+    app = testing.AppTest.from_function(_growing_page, default_timeout=WAIT_S)
+    selected = []
+    for listed in ("", "a", "abc"):
+        app.session_state["listed"] = listed
+        selected.append(app.run().multiselect[0].value)
+    assert selected == [[], ["a"], ["a"]]
+    assert app.multiselect[0].set_value([]).run().multiselect[0].value == []
+    assert app.run().multiselect[0].value == []
+    assert not app.exception
