@@ -559,3 +559,17 @@ def test_a_base_of_times_beyond_all_types_is_none(tmp_path, digits, is_first):
         (tmp_path / f"rank{rank}.pt.trace.json").write_text(text)
     done = cli_runner.tracekit("check", tmp_path, "--format", "json", "--no-cache", "--fail-on", "never")
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        r'"distributedInfo": {"backend": "nccl", "world_size": "\ud800"}, "x',
+        r'"distributedInfo": {"backend": "\udfff"}',
+    ],
+)
+def test_half_a_surrogate_pair_in_a_damaged_header_is_a_question_mark(text):
+    keys, is_whole = header.parse_start(f'{{"schemaVersion": 1, "broken: 2, {text}'.encode())
+    assert not is_whole
+    assert "?" in keys["distributedInfo"].values()
+    json.dumps(keys, ensure_ascii=False).encode()

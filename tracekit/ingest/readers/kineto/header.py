@@ -144,7 +144,8 @@ def _salvage(text: str) -> Header:
         match = re.search(rf'"{key}"\s*:\s*', text)
         if match:
             try:
-                saved[key], _ = json.JSONDecoder(strict=False).raw_decode(text, match.end())
+                value, _ = json.JSONDecoder(strict=False).raw_decode(text, match.end())
+                saved[key] = untrusted_json.replace_surrogates(value)
             except (ValueError, RecursionError):
                 continue
     return saved
