@@ -42,6 +42,9 @@ def read(paths: Sequence[Path]) -> tuple[list[Attempt], list[str]]:
         folders = _run_folders(path)
         of_path = [attempt for folder in folders for attempt in _attempts_of_folder(folder, notes)]
         if not of_path:
+            logs = [folder / conventions.ATTEMPTS_FILE for folder in folders]
+            if damaged := next((log for log in logs if log.is_file()), None):
+                raise InputError(f"{damaged}: no line states the start of an attempt; is the file whole?")
             raise InputError(f"{path}: no attempts log ({conventions.ATTEMPTS_FILE}) and no metrics log; {_HOW_TO}")
         attempts += of_path
     unique = {(attempt.folder, attempt.begin_ns): attempt for attempt in attempts}

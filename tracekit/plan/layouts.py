@@ -128,8 +128,8 @@ def best(job: Job, *, tp: int | None = None, pp: int | None = None, zero: int | 
     for layout in plan(job):
         if all(getattr(layout, name) == value for name, value in stated.items()):
             return layout
-    wanted = ", ".join(f"--{name} {value}" for name, value in stated.items())
-    raise ConfigError(f"no layout with {wanted} fits: tracekit plan layout shows those that do; leave one out")
+    constraints = ", ".join(f"--{name} {value}" for name, value in stated.items())
+    raise ConfigError(f"no layout with {constraints} fits: tracekit plan layout shows those that do; leave one out")
 
 
 def step_seconds_by_part(job: Job, layout: LayoutPlan) -> dict[str, float]:

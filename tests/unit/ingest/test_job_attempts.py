@@ -128,3 +128,11 @@ def test_a_folder_of_runs_has_the_attempts_of_each(tmp_path: Path) -> None:
     assert [attempt.begin_ns for attempt in read] == [2000, 9000]
     with pytest.raises(InputError):
         job_attempts.read([tmp_path / "run-0" / "attempts.jsonl"])
+
+
+def test_a_log_without_the_start_of_an_attempt_is_named(tmp_path):
+    log = tmp_path / conventions.ATTEMPTS_FILE
+    log.write_text('{"event":"start","time_ns":"x"}\n[[[\n')
+    with pytest.raises(InputError) as raised:
+        job_attempts.read([tmp_path])
+    assert str(log) in str(raised.value)

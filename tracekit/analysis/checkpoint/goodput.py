@@ -288,13 +288,13 @@ def _times(place: _Place, window: tuple[int, int], kept_step: int, *, median_ns:
         (STALL, slow.get(STALL, EMPTY)),
         (BETWEEN, _between(attempt, trained_until_ns)),
     ]
-    rest = _spans([window])
+    unclaimed = _spans([window])
     times = dict.fromkeys((kind for kind in CLASSES if kind is not IDLE), 0)
     for kind, spans in claims:
-        left = intervals.subtract(rest, spans)
-        times[kind] += intervals.length(rest) - intervals.length(left)
-        rest = left
-    times[PRODUCTIVE] = intervals.length(rest)
+        remaining = intervals.subtract(unclaimed, spans)
+        times[kind] += intervals.length(unclaimed) - intervals.length(remaining)
+        unclaimed = remaining
+    times[PRODUCTIVE] = intervals.length(unclaimed)
     return times
 
 

@@ -28,6 +28,7 @@ _COLLECTIVE = r"^c10d::|record_param_comms"
 _OF_TRAINING = rf"^Optimizer\.|^FSDP|^DistributedDataParallel\.|{_COLLECTIVE}"
 _IN_PLACE = r"^aten::(.*[^_]_|_foreach_copy_|ones_like)$"
 """They may write weights, as where an optimizer has copies of these in 32 bits; backward begins with ones_like."""
+# They write what the op before them allocated, as copy.deepcopy of weights does.
 _INTO_NEW_MEMORY = r"^aten::(copy_|fill_|zero_|set_)$"
 _ALLOCATES = r"^aten::(new_)?empty|^aten::set_$"
 _COUNTED_ELSEWHERE: tuple[TraceFact, ...] = (
@@ -42,12 +43,11 @@ def side_work(trace: Trace) -> pl.DataFrame:
     """Compute in the steps of a training whose results no gradient of its step uses.
 
     Columns COLUMNS: op (the outermost operator around it), shapes (of that operator's inputs), place (AFTER_UPDATE or
-    BEFORE_BACKWARD), line (of the program, where stacks were recorded), saved_ns (its time, and on a CPU run the pause
-    of its thread before it); one row per kernel, or op of a CPU run. AFTER_UPDATE follows the last operator of the
+    BEFORE_BACKWARD), line (of the program, where stacks were recorded), saved_ns (its time in ns, and on a CPU run
+    that of Python before it); one row per kernel, or op of a CPU run. AFTER_UPDATE follows the last operator of the
     optimizer in a step; BEFORE_BACKWARD follows the last operator that backward needs. Operators that write into a
     tensor (unless it was just allocated), collectives and the operator before each, which makes what it sends, and ops
-    that another fact on avoidable time has are left out.
-    Empty where the trace does not say which ops backward needs.
+    that another fact on avoidable time has are left out. Empty where the trace does not say which ops backward needs.
     """
     needed = trace.ops["forward_id"].drop_nulls().unique()
     if needed.is_empty() or not trace_columns.is_phase(trace, conventions.BACKWARD).any():
