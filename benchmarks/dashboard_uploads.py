@@ -117,23 +117,25 @@ def remove(port: int, files: Sequence[tuple[str, bytes]], drawn: random.Random) 
         _expect_uploaded(answer.title, files[:1])
 
 
+def _send_part(visitor: Visitor, file: tuple[str, bytes], drawn: random.Random) -> None:
+    """Open the page, and close the connection in the middle of a file."""
+    visitor.open()
+    name, content = file
+    (url,) = visitor.upload_urls([name])
+    visitor.send_part(url.upload_url, name, content, part_bytes=drawn.randrange(len(content)))
+
+
 def cancel(port: int, files: Sequence[tuple[str, bytes]], drawn: random.Random) -> None:
     """Close the connection in the middle of a file, and upload it again."""
     with Visitor(port) as visitor:
-        visitor.open()
-        name, content = files[0]
-        (url,) = visitor.upload_urls([name])
-        visitor.send_part(url.upload_url, name, content, part_bytes=drawn.randrange(len(content)))
+        _send_part(visitor, files[0], drawn)
         _upload(visitor, files)
 
 
 def leave(port: int, files: Sequence[tuple[str, bytes]], drawn: random.Random) -> None:
     """Close the page in the middle of a file, and do not come back."""
     with Visitor(port) as visitor:
-        visitor.open()
-        name, content = files[0]
-        (url,) = visitor.upload_urls([name])
-        visitor.send_part(url.upload_url, name, content, part_bytes=drawn.randrange(len(content)))
+        _send_part(visitor, files[0], drawn)
 
 
 def reload(port: int, files: Sequence[tuple[str, bytes]], drawn: random.Random) -> None:

@@ -23,6 +23,10 @@ _ZERO_OF_STRATEGY = {"ddp": 0, "zero1": 1}
 
 ModelName = Annotated[str | None, typer.Option(metavar="NAME", help="A model by name, such as llama3-70b or 405b.")]
 Tp = Annotated[int, typer.Option(metavar="N", help="Tensor-parallel ranks.")]
+ModelSequence = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="Tokens per sequence.  [default: the model's]")
+]
+ModelBatch = Annotated[int | None, typer.Option(metavar="N", min=1, help="Sequences per step.  [default: the model's]")]
 Sequence = Annotated[int | None, typer.Option(metavar="N", min=1, help="Tokens per sequence.")]
 Batch = Annotated[int, typer.Option(metavar="N", help="Sequences per micro-batch.")]
 

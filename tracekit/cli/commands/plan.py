@@ -14,7 +14,9 @@ from tracekit.cli.plan_options import (
     Batch,
     ClusterOptions,
     LayoutOptions,
+    ModelBatch,
     ModelName,
+    ModelSequence,
     MoneyOptions,
     OffloadOptions,
     Sequence,
@@ -202,12 +204,8 @@ def layout(
     gpus_per_node: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="GPUs per node.  [default: 8, or those of --topology]")
     ] = None,
-    sequence: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Tokens per sequence.  [default: the model's]")
-    ] = None,
-    batch: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Sequences per step.  [default: the model's]")
-    ] = None,
+    sequence: ModelSequence = None,
+    batch: ModelBatch = None,
     count: Annotated[int, typer.Option(metavar="N", min=1, help="Layouts to show.")] = 10,
     table: DocumentOptions,
 ) -> None:
@@ -231,12 +229,8 @@ def train(
     size: SizeOptions,
     tokens: Annotated[float, typer.Option(metavar="N", help="Tokens to train on, such as 15e12.")],
     cluster: ClusterOptions,
-    sequence: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Tokens per sequence.  [default: the model's]")
-    ] = None,
-    batch: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Sequences per step.  [default: the model's]")
-    ] = None,
+    sequence: ModelSequence = None,
+    batch: ModelBatch = None,
     speed: SpeedOptions,
     host: OffloadOptions,
     money: MoneyOptions,
