@@ -8,7 +8,7 @@ import polars as pl
 
 from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.compute import contention, value_reads
-from tracekit.analysis.host import host_stalls, launch_delay
+from tracekit.analysis.host import host_stalls, launch_delay, recurring_pauses
 from tracekit.analysis.parallelism import workload
 from tracekit.analysis.time import breakdown, host_state
 from tracekit.model import escaping, intervals, kernel_names, units
@@ -19,10 +19,6 @@ from tracekit.replay.graph.causes.host import (
     BLOCKING_SYNC,
     DATA_LOADING,
     LATE_LAUNCH,
-    LOOP_PAUSE_NS,
-    MAJORITY_PAUSE_RATIO,
-    PAUSE_NS,
-    USUAL_QUANTILE,
 )
 from tracekit.rules import quoted_step
 from tracekit.rules.advice import Advice
@@ -63,17 +59,19 @@ class LateLaunch(Rule):
     What it does: reports steps in which compute is idle for more than `min_late_ratio` of the time because the next
     kernel has not been launched, while the host neither waits for the device nor loads data, saves or allocates memory.
     On a CPU run, where ops run on the host itself, it reports pauses between ops of at least `min_pause_ns` that occur
-    at the same place in every step; those of one place, or of one loop, from `min_place_ratio` on.
+    at the same place in every step, or for long in more than half of the steps; those of one place, or of one loop,
+    from `min_place_ratio` on.
 
     Why it costs: the device is idle until the launch, and never makes up for that time.
 
     How it is measured: a gap in compute, less the time for which its next kernel waited for a collective, is the host's
     until the end of the runtime call that launched that kernel. Gaps after a synchronization that left the device
     without queued work belong to HOST002. Steps that save are left out. The message quotes the median step of
-    the worst device; on a CPU run a pause counts with the lower quartile of its durations over the steps, so that
-    single and longer recurring ones do not count. In a recording without steps, one pause that is more than half of the
-    loss need not recur: it is information. So is a window of one step, or without steps, that spends more than half of
-    the loss on first uses (kernels loaded, compiled or tried out, long first launches of a kernel): it is warm-up.
+    the worst device; on a CPU run a pause counts up to the median of its place over the steps and twice the median
+    deviation from it, so that an interruption of one step does not count. In a recording without steps, one pause that
+    is more than half of the loss need not recur: it is information. So is a window of one step, or without steps, that
+    spends more than half of the loss on first uses (kernels loaded, compiled or tried out, long first launches of a
+    kernel): it is warm-up.
 
     How to fix: shorten Python between launches (hooks, logging, metrics, gc.freeze or gc.collect at chosen steps);
     launch fewer and larger kernels: torch.compile, CUDA graphs (mode="reduce-overhead"), fused or foreach optimizers,
@@ -87,7 +85,7 @@ class LateLaunch(Rule):
     facts: ClassVar[tuple[TraceFact, ...]] = (*_FACTS, host_stalls.host_stalls, breakdown.by_step)
     min_late_ratio: float = 0.05
     min_place_ratio: float = 0.03
-    min_pause_ns: int = PAUSE_NS
+    min_pause_ns: int = recurring_pauses.PAUSE_NS
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's median step exceeds the threshold."""
@@ -149,12 +147,11 @@ class LateLaunch(Rule):
         return float(str(longest_ns)) >= self.min_place_ratio * float(str(mean_ns))
 
     def _recurring(self, run: Run, late: pl.DataFrame) -> pl.DataFrame:
-        """Return the long Python pauses at the same place of every step, with the lower quartile of durations.
+        """The long Python pauses that recur at the same place of the steps, with the durations that count.
 
-        Those of a quarter of the step, on all ranks, need occur in more than half of the steps only.
         A pause before the first op of the loop's body is at the end of the previous step's window, so the last step of
         a window need not have it. Where no steps are marked: pauses before the same compute that occur several times in
-        the window.
+        the window, each as long as the shortest.
         """
         steps = save_stages.steps(run)
         counts = steps.group_by(DEVICE).agg(
@@ -162,30 +159,27 @@ class LateLaunch(Rule):
             pl.col("step").max().alias("last_step"),
             pl.col("duration_ns").mean().alias("mean_ns"),
         )
-        python = late.filter(pl.col("detail") == host_state.PYTHON)
+        python = late.filter(pl.col("detail") == host_state.PYTHON).rename({"dur_ns": "pause_ns"})
         longest_ns = (
             pl.when(pl.col("step").is_null())
-            .then("dur_ns")
-            .otherwise(pl.col("dur_ns").max().over(*DEVICE, "step", "phase", "name"))
+            .then("pause_ns")
+            .otherwise(pl.col("pause_ns").max().over(*DEVICE, "step", "phase", "name"))
         )
         pauses = python.filter(
-            longest_ns >= self.min_pause_ns, pl.col("dur_ns") >= min(LOOP_PAUSE_NS, self.min_pause_ns)
+            longest_ns >= self.min_pause_ns,
+            pl.col("pause_ns") >= min(recurring_pauses.LOOP_PAUSE_NS, self.min_pause_ns),
         )
         pauses = pauses.join(steps, on=KEY, how="semi", nulls_equal=True)
-        counted = pauses.join(counts, on=DEVICE, nulls_equal=True, maintain_order="left")
-        is_longer = pl.col("dur_ns") >= MAJORITY_PAUSE_RATIO * pl.col("mean_ns")
-        in_most = (pl.col("step").filter(is_longer).n_unique().over(_PLACE) * 2 > pl.col("steps")) & is_longer
-        at_place = counted.with_columns(pl.col("step").n_unique().over(_PLACE).alias("seen"), in_most.alias("in_most"))
-        ranks = pl.col("rank").filter("in_most").n_unique().over("window", "phase", "name", "nth")
-        is_between = (pl.col("step").max().over(_PLACE) < pl.col("last_step")).cast(pl.Int64)
-        in_all = pl.col("seen") == pl.col("steps") - is_between
-        in_steps = (in_all | (pl.col("in_most") & (ranks == len(run.ranks)))) & (pl.col("seen") > 1)
-        in_steps &= pl.col("step").is_not_null()
+        in_steps = pauses.filter(pl.col("step").is_not_null()).join(
+            counts, on=DEVICE, nulls_equal=True, maintain_order="left"
+        )
         by_name = [*DEVICE, "phase", "name"]
-        in_window = pl.col("step").is_null() & (pl.len().over(by_name) > 1)
-        quartile_ns = pl.col("dur_ns").quantile(USUAL_QUANTILE, "lower").cast(pl.Int64).over(_PLACE)
-        usual_ns = pl.when(pl.col("step").is_null()).then(pl.col("dur_ns").min().over(by_name)).otherwise(quartile_ns)
-        return at_place.filter(in_steps | in_window).with_columns(usual_ns).select(late.columns)
+        in_window = pauses.filter(pl.col("step").is_null(), pl.len().over(by_name) > 1)
+        of_steps = recurring_pauses.recurring(in_steps, _PLACE, pl.col("step").max().over(_PLACE) < pl.col("last_step"))
+        counted = pl.concat(
+            [of_steps.select(python.columns), in_window.with_columns(pl.col("pause_ns").min().over(by_name))]
+        )
+        return counted.rename({"pause_ns": "dur_ns"})
 
 
 @dataclass(frozen=True)

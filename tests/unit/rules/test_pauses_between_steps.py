@@ -62,6 +62,19 @@ def test_a_longer_pause_of_one_step_leaves_that_of_every_step_to_be_priced(tmp_p
     assert without_stall.saved_ns == pytest.approx(37_000_000 / 8, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    "pauses_ms",
+    [[7, 12, 5, 3, 6, 11, 4, 9],  # a lock that another thread holds again and again
+     [6, 6, 0, 6, 6, 6, 0, 6]],  # a queue that is empty in six of eight steps
+)  # fmt: skip
+def test_a_pause_of_varying_length_costs_its_mean(tmp_path, pauses_ms):
+    run = recorded(tmp_path, pauses_ms)
+    (finding,) = check(run, [LateLaunch()]).findings
+    assert finding.severity is Severity.WARNING
+    mean_ns = 1e6 * sum(pauses_ms) / len(pauses_ms)
+    assert savings.saving(run, "late-launch").saved_ns == pytest.approx(mean_ns, rel=0.05)
+
+
 @pytest.mark.parametrize("pauses", [[20, 20, 0, 0, 0], [0, 0, 0, 0, 20], [20, 20]])
 def test_a_pause_that_most_steps_lack_is_not(tmp_path, pauses):
     run = recorded(tmp_path, pauses)

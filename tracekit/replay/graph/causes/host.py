@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.host import host_stalls
+from tracekit.analysis.host import host_stalls, recurring_pauses
 from tracekit.analysis.parallelism import late_ranks
 from tracekit.analysis.time import host_state
 from tracekit.model.columns import rows_by_key
@@ -15,18 +15,6 @@ from tracekit.replay.graph.causes.cause import Cause, Kind, Pricing
 from tracekit.replay.graph.dependency_graph import RELEASE, Graph, InsufficientDataError
 from tracekit.replay.graph.nodes import GAP_COLUMNS, HOST, WORK
 
-PAUSE_NS = 200_000
-"""On a CPU run, where the host computes, shorter pauses between ops belong to the ops: of a healthy eager training on a
-quiet host, such pauses that recur take 1 ms of each step, whatever its size."""
-
-LOOP_PAUSE_NS = 50_000
-"""Pauses before ops of one name are those of one loop: where one of a step is long, its others count from here on."""
-
-USUAL_QUANTILE = 0.25
-"""A pause of which three of four steps have as much is one of every step; more in every second step belongs to rules on
-what recurs."""
-MAJORITY_PAUSE_RATIO = 0.25
-"""Share of the mean step from which a pause on a CPU run need occur in more than half of the steps only."""
 _SHORT_RATIO = 0.1
 _SPLIT_RATIO = 0.5
 """A call is in the middle of a pause if the host pauses before it for this share of the usual pause after a call."""
@@ -248,37 +236,32 @@ def _without_state(graph: Graph, state: str) -> Graph:
 
 
 def _recurring(graph: Graph, python_ns: Ints) -> Ints:
-    """Return the long Python pauses at the same place of every step, each with its lower quartile.
+    """Python pauses that recur at the same place of the steps, in ns per node.
 
     On a CPU run the host shares its cores with other processes: a pause that occurs once is not due to training. What
-    the host does before the first op of the first step is not known: if all other steps pause there, it pauses as long.
-    Longer ones, of a quarter of the step, need occur in more than half of the steps only.
+    the host does before the first op of the first step is not known: if all other steps pause there, it pauses as long
+    as the shortest of them.
     """
     place = ["rank", "phase", "kind", "name", "nth"]
     in_steps = graph.frame.select("rank", "step", "start_ns", "end_ns").drop_nulls("step")
     steps = in_steps.group_by("rank").agg(
         pl.col("step").n_unique().alias("steps"),
         pl.col("step").min().alias("first_step"),
-        (pl.col("end_ns").max() - pl.col("start_ns").min()).alias("all_ns"),
+        ((pl.col("end_ns").max() - pl.col("start_ns").min()) / pl.col("step").n_unique()).alias("mean_ns"),
     )
     nth = pl.int_range(pl.len()).over("rank", "step", "phase", "kind", "name").alias("nth")
     rows = graph.frame.select("at", "rank", "step", *place[1:4], nth, pause_ns=pl.Series(python_ns))
     longest_ns = pl.col("pause_ns").max().over("rank", "step", "phase", "kind", "name")
-    is_long = (longest_ns >= PAUSE_NS) & (pl.col("pause_ns") >= LOOP_PAUSE_NS)
+    is_long = (longest_ns >= recurring_pauses.PAUSE_NS) & (pl.col("pause_ns") >= recurring_pauses.LOOP_PAUSE_NS)
     long = rows.filter(pl.col("step").is_not_null(), is_long).join(steps, on="rank")
-    is_longer = pl.col("pause_ns") * pl.col("steps") >= MAJORITY_PAUSE_RATIO * pl.col("all_ns")
-    in_most = (pl.col("step").filter(is_longer).n_unique().over(place) * 2 > pl.col("steps")) & is_longer
-    seen = long.with_columns(pl.col("step").n_unique().over(place).alias("seen"), in_most.alias("in_most"))
-    is_between = (pl.col("step").min().over(place) > pl.col("first_step")).cast(pl.Int64)
-    in_all = pl.col("seen") == pl.col("steps") - is_between
-    recurring = seen.filter(pl.col("in_most") | in_all, pl.col("seen") > 1)
-    recurring = recurring.with_columns(pl.col("pause_ns").quantile(USUAL_QUANTILE, "lower").cast(pl.Int64).over(place))
+    recurring = recurring_pauses.recurring(long, place, pl.col("step").min().over(place) > pl.col("first_step"))
     late = np.zeros(graph.count, np.int64)
     late[recurring["at"].to_numpy()] = recurring["pause_ns"].to_numpy()
     begins = rows.filter(pl.Series(_begin_window(graph)), ~pl.col("at").is_in(recurring["at"].implode())).drop(
         "pause_ns"
     )
-    unseen = begins.join(recurring.select(*place, "pause_ns").unique(), on=place, nulls_equal=True)
+    medians = recurring.group_by(place).agg(pl.col("pause_ns").quantile(0.5, "lower").cast(pl.Int64))
+    unseen = begins.join(medians, on=place, nulls_equal=True)
     late[unseen["at"].to_numpy()] = unseen["pause_ns"].to_numpy()
     return late
 
