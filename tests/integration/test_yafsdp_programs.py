@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from instrumented_trainers.parallelism.yafsdp import MixedPrecisionPolicy, rank_programs, set_patience
-from tests.integration.yafsdp_attacks import Model, batch, shard_layers
+from tests.integration.yafsdp_attacks import DEPTH, Model, batch, shard_layers
 from tests.support import process_group
 from tests.support.selection import others_in_accuracy
 
@@ -186,11 +186,16 @@ def recomputation(model: Any, optimizer: Any) -> None:
         optimizer.step()
 
 
-def another_model_first(model: Any, optimizer: Any) -> None:
-    other = shard_layers(Model(depth=2))
-    for first in (model, other) if is_last() else (other, model):
-        backward(first)
-    optimizer.step()
+def another_model_first(model: Any, optimizer: Any, depth: int = 2) -> None:
+    """Two models of layers of the same size train in turns, in another order on the last rank from step 1 on."""
+    other = shard_layers(Model(depth=depth))
+    optimizers = (torch.optim.SGD(other.parameters(), lr=0.05), optimizer)
+    for step in range(2):
+        for trained in (model, other) if is_last() and step else (other, model):
+            backward(trained)
+        for model_optimizer in optimizers:
+            model_optimizer.step()
+            model_optimizer.zero_grad()
 
 
 def average_written_alone(model: Any, optimizer: Any) -> None:
@@ -223,6 +228,7 @@ PROGRAMS: dict[str, Callable[[Any, Any], None]] = {
     "a gradient scaler on one rank": scaler,
     "layers recomputed on one rank": recomputation,
     "another model first": another_model_first,
+    "another model of the same size first": functools.partial(another_model_first, depth=DEPTH),
     "an average written by one rank": average_written_alone,
 }
 

@@ -63,15 +63,15 @@ class Engine:
         self.root, self.units = root, tuple(units)
         answer_others()
         description = [unit.description for unit in self.units]
-        for group in (root.ranks.shards, root.ranks.replicas):  # before any collective
-            if group is not None:
-                compare_models(description, group)
+        model_number = compare_models(description, root.ranks.shards)  # before any collective
+        if root.ranks.replicas is not None:
+            compare_models(description, root.ranks.replicas)
         members = {unit.ranks.members: unit.ranks for unit in self.units}
         lanes = {ranks: lane_for(root.device, group) for ranks, group in members.items()}
         self._lanes = {unit: lanes[unit.ranks.members] for unit in self.units}
         """Of each unit: experts may be sharded over other ranks than the rest."""
         self.order: ExecutionOrder[Unit] = ExecutionOrder()
-        self.agreement = RankAgreement(self.units, self._lanes[root])
+        self.agreement = RankAgreement(self.units, self._lanes[root], model_number)
         filled = [unit for unit in self.units if unit.weight_bytes]
         self.shared_slots = allocate([unit for unit in filled if not unit.owns_slots], root.buffers)
         self.own_slots = {unit: allocate([unit], 1)[0] for unit in filled if unit.owns_slots}
