@@ -10,9 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
 
 from instrumented_trainers.parallelism.yafsdp import MixedPrecisionPolicy, rank_programs, set_patience
-from tests.integration.yafsdp_attacks import Model, batch, shard_layers
+from tests.integration.yafsdp_attacks import DEPTH, Model, batch, shard_layers
 from tests.support import process_group
 from tests.support.selection import others_in_accuracy
 
@@ -138,6 +140,74 @@ def another_order(model: Any, optimizer: Any) -> None:
         optimizer.step()
 
 
+def loss_of_early_layers(model: Any, optimizer: Any) -> None:
+    """The last rank's loss is one on the first layer's output: autograd never comes to the layers after it."""
+    for step in range(2):
+        outputs: list[Any] = []
+        handle = model.layers[0].register_forward_hook(lambda _m, _a, output, to=outputs: to.append(output))
+        out = model(batch(step, 0, dist.get_rank()).float())
+        handle.remove()
+        (outputs[0] if is_last() else out).square().mean().backward()
+        optimizer.step()
+
+
+def another_forward(model: Any, optimizer: Any) -> None:
+    if is_last():
+        model(batch(0, 1, 0).float())
+    for _ in range(2):
+        backward(model)
+        optimizer.step()
+
+
+def scaler(model: Any, optimizer: Any) -> None:
+    gradient_scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=is_last())
+    for step in range(2):
+        loss = model(batch(step, 0, dist.get_rank()).float()).square().mean()
+        gradient_scaler.scale(loss).backward()
+        gradient_scaler.step(optimizer)
+        gradient_scaler.update()
+
+
+def recomputation(model: Any, optimizer: Any) -> None:
+    """Layers are recomputed in backward on the last rank: three at a time, which share two buffers."""
+
+    def run_layers(x: Any) -> Any:
+        for layer in model.layers:
+            x = layer(x)
+        return x
+
+    def forward(x: Any) -> Any:
+        x = model.inlet(x)
+        return model.head(checkpoint(run_layers, x, use_reentrant=False) if is_last() else run_layers(x))
+
+    model.forward = forward
+    for _ in range(2):
+        backward(model)
+        optimizer.step()
+
+
+def another_model_first(model: Any, optimizer: Any, depth: int = 2) -> None:
+    """Two models of layers of the same size train in turns, in another order on the last rank from step 1 on."""
+    other = shard_layers(Model(depth=depth))
+    optimizers = (torch.optim.SGD(other.parameters(), lr=0.05), optimizer)
+    for step in range(2):
+        for trained in (model, other) if is_last() and step else (other, model):
+            backward(trained)
+        for model_optimizer in optimizers:
+            model_optimizer.step()
+            model_optimizer.zero_grad()
+
+
+def average_written_alone(model: Any, optimizer: Any) -> None:
+    average = AveragedModel(model)
+    for _ in range(2):
+        backward(model)
+        optimizer.step()
+        average.update_parameters(model)
+        if is_last():
+            average.module.head.weight.full_tensor()
+
+
 PROGRAMS: dict[str, Callable[[Any, Any], None]] = {
     "another order": another_order,
     "an exception on one rank": raises,
@@ -153,6 +223,13 @@ PROGRAMS: dict[str, Callable[[Any, Any], None]] = {
     "an end on one rank": ends_early,
     "a checkpoint on one rank": saves_alone,
     "a step on one rank": skips_a_step,
+    "a loss of early layers": loss_of_early_layers,
+    "another forward": another_forward,
+    "a gradient scaler on one rank": scaler,
+    "layers recomputed on one rank": recomputation,
+    "another model first": another_model_first,
+    "another model of the same size first": functools.partial(another_model_first, depth=DEPTH),
+    "an average written by one rank": average_written_alone,
 }
 
 

@@ -26,8 +26,10 @@ class RankAgreement:
     are compared in the next exchange.
     """
 
-    def __init__(self, units: Sequence[Unit], lane: Lane) -> None:
+    def __init__(self, units: Sequence[Unit], lane: Lane, model_number: int) -> None:
         self._lane = lane
+        # Two models of the same sizes may run in another order on one rank: their collectives would match.
+        self._model = f" of model {model_number}" if model_number > 1 else ""
         self._number = {unit: number for number, unit in enumerate(units)}
         parameters = (parameter for unit in units for parameter in unit.parameters)
         self._flag = {parameter: number for number, parameter in enumerate(parameters)}
@@ -45,8 +47,9 @@ class RankAgreement:
     def note(self, what: str, unit: Unit | None = None) -> None:
         """Add to the checksum that this rank does something that all ranks must do in the same order."""
         number = -1 if unit is None else self._number[unit]
-        rank_programs.note(what if unit is None else f"{what} of {unit.name or 'the root unit'}")
-        self._checksum = zlib.crc32(f"{what} {number}".encode(), self._checksum)
+        unit_name = "" if unit is None else f" of {unit.name or 'the root unit'}"
+        rank_programs.note(f"{what}{unit_name}{self._model}")
+        self._checksum = zlib.crc32(f"{what} {number}{self._model}".encode(), self._checksum)
 
     def publish(self, units: Sequence[Unit]) -> None:
         """Send which trainable parameters of the units got a gradient on this rank, and the checksum."""
@@ -57,7 +60,7 @@ class RankAgreement:
         if is_trained != self._is_trained:  # the first time, and where weights are frozen or unfrozen
             self._is_trained = is_trained
             self.note(f"{sum(is_trained)} parameters trained, checksum {zlib.crc32(bytes(is_trained))}")
-        rank_programs.note("end of backward")
+        rank_programs.note(f"end of backward{self._model}")
         if self._pending is not None:
             self._pending.wait()  # nobody may have waited for the last one, and its memory is used again
         self.compare()

@@ -20,6 +20,7 @@ from instrumented_trainers.parallelism.yafsdp.checkpoint import hook_model, hook
 from instrumented_trainers.parallelism.yafsdp.communication_lane import Ranks
 from instrumented_trainers.parallelism.yafsdp.dtensor_parameters import refuse_division
 from instrumented_trainers.parallelism.yafsdp.engine import Engine
+from instrumented_trainers.parallelism.yafsdp.gather_hooks import has_gather_hooks, refuse_gather_hooks
 from instrumented_trainers.parallelism.yafsdp.mixed_precision import MixedPrecisionPolicy
 from instrumented_trainers.parallelism.yafsdp.module import YaFSDPModule
 from instrumented_trainers.parallelism.yafsdp.optimizer_support import (
@@ -31,7 +32,11 @@ from instrumented_trainers.parallelism.yafsdp.optimizer_support import (
     step_description,
     units_of,
 )
-from instrumented_trainers.parallelism.yafsdp.refusals import refuse_training_unsharded, refuse_unreduced_gradients
+from instrumented_trainers.parallelism.yafsdp.refusals import (
+    refuse_training_unsharded,
+    refuse_transforms,
+    refuse_unreduced_gradients,
+)
 from instrumented_trainers.parallelism.yafsdp.shard_tensor import Shard
 from instrumented_trainers.parallelism.yafsdp.sharded_functions import replace_functions
 from instrumented_trainers.parallelism.yafsdp.unit import Unit, UnitEngine
@@ -75,7 +80,8 @@ def fully_shard(
     in the same order; within a unit, ranks may use different parameters.
 
     Parameters that are DTensors, as of tensor or expert parallelism over other ranks, stay such in the modules: this
-    rank's part of each is sharded. A unit of experts may have a mesh of some of the root's ranks.
+    rank's part of each is sharded. A unit of experts may have a mesh of some of the root's ranks. Parameters of a class
+    with FSDP2's hooks ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` are gathered by these.
 
     With ``offload_policy=CPUOffloadPolicy()`` (FSDP2's own) shards of weights and gradients lie in host memory, pinned
     for CUDA, and so does the optimizer's state, which steps them there. Copies run on a CUDA stream of their own; the
@@ -175,20 +181,23 @@ def _refuse_unsupported(
                 f"YaFSDP: {name} has a hook on its gradient, which would be lost with the whole parameter; register it "
                 "after fully_shard, by register_post_accumulate_grad_hook: it is called with the shard"
             )
-        _refuse_changing_weights(parameter, sites, name)
+        _refuse_changing_weights(parameter, sites, name, ranks.shards.size())
     if len({parameter.is_meta for parameter in parameters}) > 1:
         raise NotImplementedError(f"YaFSDP: of the parameters of {kind} some are on the meta device, but not all")
 
 
-def _refuse_changing_weights(parameter: nn.Parameter, sites: list[tuple[nn.Module, str]], name: str) -> None:
+def _refuse_changing_weights(
+    parameter: nn.Parameter, sites: list[tuple[nn.Module, str]], name: str, world_size: int
+) -> None:
     """Raise NotImplementedError for a parameter whose class, dtype or module does what a shard of it would not."""
-    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-    if hasattr(local, "fsdp_pre_all_gather"):
+    if isinstance(parameter, DTensor) and has_gather_hooks(parameter._local_tensor):
         raise NotImplementedError(
-            f"YaFSDP: {name} is a {type(local).__name__}, which is gathered in a form of its own (fsdp_pre_all_gather, "
-            "as for fp8); YaFSDP gathers weights in a dtype of mp_policy only: shard plain parameters, or use FSDP2"
+            f"YaFSDP: {name} is a DTensor of {type(parameter._local_tensor).__name__}, which is gathered in a form of "
+            "its own (fsdp_pre_all_gather): YaFSDP takes such parameters without tensor parallelism; use FSDP2"
         )
-    if type(parameter) not in (nn.Parameter, DTensor):
+    if has_gather_hooks(parameter):
+        refuse_gather_hooks(parameter, name, world_size)
+    elif type(parameter) not in (nn.Parameter, DTensor):
         raise NotImplementedError(
             f"YaFSDP: {name} is of the class {type(parameter).__name__}, which a shard of it would not be; shard plain "
             "parameters"
@@ -219,6 +228,7 @@ def _pre_forward(unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
     if unit.is_unsharded:
         refuse_training_unsharded(unit)
         return args, kwargs
+    refuse_transforms(unit)
     return _engine(unit).pre_forward(unit, args, kwargs)
 
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from instrumented_trainers.parallelism.yafsdp.flat_parameters import UnitParameter
 from instrumented_trainers.parallelism.yafsdp.flat_shard import FlatShard
+from instrumented_trainers.parallelism.yafsdp.gather_hooks import plain_values
 from instrumented_trainers.parallelism.yafsdp.module import YaFSDPModule, units_in
 from instrumented_trainers.parallelism.yafsdp.optimizer_support import units_of
 from instrumented_trainers.parallelism.yafsdp.shard_tensor import Shard
@@ -71,7 +72,7 @@ def _part(value: Any, parameter: UnitParameter, name: str) -> Any:
                 "torch.distributed.checkpoint, which reshards"
             )
         return value.local
-    full = value.full_tensor() if isinstance(value, DTensor) else value
+    full = value.full_tensor() if isinstance(value, DTensor) else plain_values(value)
     if full.shape != place.shape:
         raise ValueError(
             f"YaFSDP: {name} is {tuple(place.shape)} and cannot be loaded from {tuple(full.shape)}; load a whole "

@@ -39,11 +39,14 @@ from instrumented_trainers.parallelism.yafsdp.refusals import (
     refuse_changed_weights,
     refuse_evicted,
     refuse_gradient_hooks,
+    refuse_other_parameters,
     refuse_replaced_parameters,
     refuse_stored_weight,
+    refuse_weights_changed_in_forward,
     unit_label,
 )
 from instrumented_trainers.parallelism.yafsdp.unit import Unit
+from instrumented_trainers.parallelism.yafsdp.unsharded_parameters import UnshardedParameters
 
 _HOOKED = "_yafsdp_hooked"  # on a tensor that is no output: the computation at whose gradient it was hooked
 
@@ -58,25 +61,26 @@ class Engine:
         slots of their own.
         """
         self.root, self.units = root, tuple(units)
+        answer_others()
+        description = [unit.description for unit in self.units]
+        model_number = compare_models(description, root.ranks.shards)  # before any collective
+        if root.ranks.replicas is not None:
+            compare_models(description, root.ranks.replicas)
         members = {unit.ranks.members: unit.ranks for unit in self.units}
         lanes = {ranks: lane_for(root.device, group) for ranks, group in members.items()}
         self._lanes = {unit: lanes[unit.ranks.members] for unit in self.units}
         """Of each unit: experts may be sharded over other ranks than the rest."""
         self.order: ExecutionOrder[Unit] = ExecutionOrder()
-        self.agreement = RankAgreement(self.units, self._lanes[root])
+        self.agreement = RankAgreement(self.units, self._lanes[root], model_number)
         filled = [unit for unit in self.units if unit.weight_bytes]
         self.shared_slots = allocate([unit for unit in filled if not unit.owns_slots], root.buffers)
         self.own_slots = {unit: allocate([unit], 1)[0] for unit in filled if unit.owns_slots}
         self._last_slot = 0  # index of the shared slots that the last unit used
         self._prefetch_depth = max(1, root.buffers - 1)
         self._callback_queued = False
+        self._unsharded_parameters = UnshardedParameters(root.module)
         for unit in self.units:
             unit.engine = self
-        answer_others()
-        description = [unit.description for unit in self.units]
-        for group in (root.ranks.shards, root.ranks.replicas):
-            if group is not None:
-                compare_models(description, group)
 
     @property
     def slots(self) -> tuple[Slots[Unit], ...]:
@@ -102,6 +106,7 @@ class Engine:
             if not _in_backward():
                 unit.in_forward = max(0, unit.in_forward - 1)
                 if not unit.in_forward:
+                    refuse_weights_changed_in_forward(unit)
                     unit.use_shards()
             outputs = unit.policy.cast_outputs(copy_weights_in(unit, outputs))
             if torch.is_grad_enabled():
@@ -179,6 +184,8 @@ class Engine:
             self._begin_root_forward()
         elif not self.root.in_forward:
             self._begin_forward_without_root(unit)
+        else:
+            refuse_other_parameters(unit)
         unit.in_forward += 1
         unit.uses_left += torch.is_grad_enabled()
         self._assign_slots(unit)
@@ -199,6 +206,8 @@ class Engine:
         for unit in self.units:
             refuse_replaced_parameters(unit)
             refuse_gradient_hooks(unit)
+        if torch.is_grad_enabled():
+            self._unsharded_parameters.refuse_trained()
         self._last_slot = -1
         self.order.begin_forward()
 

@@ -14,6 +14,7 @@ from instrumented_trainers import regions
 from instrumented_trainers.parallelism.yafsdp.communication_lane import Lane, Ranks
 from instrumented_trainers.parallelism.yafsdp.dtensor_parameters import Division, local_part
 from instrumented_trainers.parallelism.yafsdp.flat_shard import Place
+from instrumented_trainers.parallelism.yafsdp.gather_hooks import OriginalClass, plain_values
 from instrumented_trainers.parallelism.yafsdp.layout import Layout
 from instrumented_trainers.parallelism.yafsdp.mixed_precision import MixedPrecisionPolicy
 from instrumented_trainers.parallelism.yafsdp.shard_tensor import Shard, ShardParameter, plain_tensors
@@ -36,6 +37,8 @@ class UnitParameter:
         self.weight: nn.Parameter | None = None
         self.memory: Tensor | None = None
         """Where the weight lies, a view of the unit's buffer."""
+        self.original_class: OriginalClass | None = None
+        """The class that it has in the modules while it is whole, if that has gather hooks."""
 
     def replace_shard(self, values: Tensor) -> None:
         """Let optimizers see a new parameter with these values, of the shard's shape."""
@@ -47,6 +50,15 @@ class UnitParameter:
         old = self.shard
         self.shard = ShardParameter.of(values, self.place, requires_grad=old.requires_grad)
         self.shard.__dict__.update(old.__dict__)
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether the modules have the shard wherever this parameter stands, or the weight while it is unsharded."""
+        for module, name in self.sites:
+            registered = module._parameters.get(name)
+            if registered is None or (registered is not self.shard and registered is not self.weight):
+                return False
+        return True
 
     def show_weight(self, *, present: bool) -> None:
         """Let the weight have its memory, or none."""
@@ -62,13 +74,15 @@ class UnitParameter:
         """Parameter as modules compute with it, whose values on this rank are `part`."""
         if self.division is not None:
             part = self.division.dtensor(part)
+        elif self.original_class is not None:
+            part = self.original_class.wrap(part)
         return nn.Parameter(part, requires_grad=requires_grad)
 
     @torch.no_grad()
     def copy_from_whole(self, weight: Tensor) -> None:
         """Give the shard its part of the whole parameter, if that has changed."""
         local = self.shard.to_local()
-        part = self.place.cut(local_part(weight), local.numel()).to(local.device)
+        part = self.place.cut(plain_values(local_part(weight)), local.numel()).to(local.device)
         if not torch.equal(part, local):
             local.copy_(part)
 
@@ -119,7 +133,7 @@ class FlatParameters:
         home: ShardMemory,
     ) -> None:
         self.ranks, self.device, self._home = ranks, device, home
-        self.layout = Layout.of([local_part(parameter).shape for parameter in parameters], ranks.shards.size())
+        self.layout = self._layout([local_part(parameter).shape for parameter in parameters], ranks.shards.size())
         self.dtype = next(iter(parameters)).dtype
         self.weight_dtype = policy.param_dtype or self.dtype
         self.reduce_dtype = policy.reduce_dtype or self.weight_dtype
@@ -134,6 +148,10 @@ class FlatParameters:
         self.master = self._cut(list(parameters))
         self._view_master()
         self._begin()
+
+    @staticmethod
+    def _layout(shapes: Sequence[torch.Size], world_size: int) -> Layout:
+        return Layout.of(shapes, world_size)
 
     def _place(self, index: int, sites: Sites, division: Division | None) -> Place:
         part, ranks = self.layout.part(index, self.ranks.shards.rank()), self.ranks
@@ -243,9 +261,20 @@ class FlatParameters:
         with plain_tensors():
             for parameter in self.parameters:
                 shard = parameter.shard
-                is_there = all(module._parameters.get(name) is shard for module, name in parameter.sites)
-                if not is_there or not is_same_memory(shard, self.own_part(self.master, parameter)):
+                is_same = is_same_memory(shard, self.own_part(self.master, parameter))
+                if not parameter.is_registered or not is_same:
                     return parameter
+        return None
+
+    def changed_weight(self) -> UnitParameter | None:
+        """Parameter whose whole weight was written to, or given other memory, since it was registered; None if none."""
+        version = self._version(present=True)
+        for parameter in self.parameters:
+            weight = parameter.weight
+            assert weight is not None
+            assert parameter.memory is not None
+            if weight._version != version or local_part(weight).data_ptr() != parameter.memory.data_ptr():
+                return parameter
         return None
 
     # Weights ---------------------------------------------------------------------------------------------------------
@@ -261,11 +290,14 @@ class FlatParameters:
             parameter.show_weight(present=True)
 
     @torch.no_grad()
-    def copy_in_shard(self, lane: Lane) -> Tensor:
+    def copy_in_shard(self, lane: Lane) -> list[Tensor]:
         """Copy this rank's shard to its place among the weights, cast, and return what is to be all-gathered."""
         assert self.whole_weights is not None
         lane.copy_in(self.whole_weights, self.master)
-        return self.whole_weights
+        return [self.whole_weights]
+
+    def finish_gather(self) -> None:
+        """Make the weights of what has been gathered, where they are not that."""
 
     def set_weights_present(self, *, present: bool) -> None:
         """Let autograd raise where it would use weights that are not in the buffer or have changed since forward.
@@ -278,9 +310,15 @@ class FlatParameters:
             self._weights_hidden = not present
             for parameter in self.parameters:
                 parameter.show_weight(present=present)
-        version = 2 * self.master._version + (0 if present else 1)
+        self._set_version(present=present)
+
+    def _set_version(self, *, present: bool) -> None:
+        version = self._version(present=present)
         weights = tuple(parameter.weight for parameter in self.parameters)
         torch._C._autograd._unsafe_set_version_counter(weights, (version,) * len(weights))
+
+    def _version(self, *, present: bool) -> int:
+        return 2 * self.master._version + (0 if present else 1)
 
     # Gradients -------------------------------------------------------------------------------------------------------
 

@@ -64,10 +64,11 @@ def answer_others() -> None:
     ).start()
 
 
-def compare_models(description: Sequence[str], group: dist.ProcessGroup) -> None:
+def compare_models(description: Sequence[str], group: dist.ProcessGroup) -> int:
     """Raise RuntimeError, on every rank of the group, unless all describe their models alike.
 
-    Through the store, before any of their collectives, whose sizes would differ, too.
+    Returns the number of the model among those that these ranks have run, from 1 on: the same on all ranks. Through
+    the store, before any of their collectives, whose sizes would differ, too.
     """
     store, members = dist.distributed_c10d._get_default_store(), tuple(dist.get_process_group_ranks(group))
     number = _models[members] = _models.get(members, 0) + 1
@@ -85,6 +86,7 @@ def compare_models(description: Sequence[str], group: dist.ProcessGroup) -> None
                     "YaFSDP: the ranks shard different models; build and shard the same one on all ranks:\n  "
                     f"rank {dist.get_rank()}: {own_line or 'no more units'}\n  rank {rank}: {line or 'no more units'}"
                 )
+    return number
 
 
 def _answer(store: Any, rank: int) -> None:

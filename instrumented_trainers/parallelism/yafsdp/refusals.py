@@ -29,6 +29,38 @@ def refuse_replaced_parameters(unit: Unit) -> None:
         )
 
 
+def refuse_transforms(unit: Unit) -> None:
+    """Raise NotImplementedError within vmap, grad or jvp of torch.func, which see no collectives and no buffers."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise NotImplementedError(
+            f"YaFSDP: {unit_label(unit)} cannot run within a transform of torch.func (vmap, grad, jvp); transform a "
+            "function inside the unit's forward, call backward() for gradients of weights, or use an unsharded copy"
+        )
+
+
+def refuse_other_parameters(unit: Unit) -> None:
+    """Raise RuntimeError if the unit's modules have other tensors in the place of its parameters, for this call."""
+    for parameter in unit.parameters:
+        if not parameter.is_registered:
+            module, name = parameter.sites[0]
+            raise RuntimeError(
+                f"YaFSDP: parameter {name!r} of {type(module).__name__} in {unit_label(unit)} is another tensor while "
+                "the unit runs, as by torch.func.functional_call, but it computes with the weights that it gathers; "
+                "call functional_call inside the unit's forward, on a module that is no unit"
+            )
+
+
+def refuse_weights_changed_in_forward(unit: Unit) -> None:
+    """Raise RuntimeError if the unit's forward has changed its weights: they are copies, for this pass."""
+    if unit.slots is not None and (changed := unit.changed_weight()) is not None:
+        module, name = changed.sites[0]
+        raise RuntimeError(
+            f"YaFSDP: the forward of {unit_label(unit)} changed parameter {name!r} of {type(module).__name__}; whole "
+            "weights are copies, so the change would be lost. Change a copy in forward, or the parameter between "
+            "steps, within `with model.unshard():`"
+        )
+
+
 def refuse_running(unit: Unit, what: str) -> None:
     """Raise RuntimeError if the unit's weights, which shall do `what`, are whole just now."""
     if unit.in_use:

@@ -22,7 +22,7 @@ from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from instrumented_trainers.parallelism.yafsdp.communication_lane import all_gather_single
-from instrumented_trainers.parallelism.yafsdp.flat_shard import Place
+from instrumented_trainers.parallelism.yafsdp.flat_shard import FlatShard, Place
 from instrumented_trainers.parallelism.yafsdp.rank_programs import note, waiting
 
 # As `plain_tensors`, for one call: many times a step.
@@ -179,6 +179,8 @@ def _local(value: Any, place: Place, numel: int) -> Any:
     """Return what an element-wise operation on shards at a place takes for one of its arguments."""
     if isinstance(value, Shard):
         return value.to_local()
+    if isinstance(value, FlatShard) and value.place == place:  # of a state dict
+        return value.local
     if not isinstance(value, Tensor) or value.numel() == 1:
         return value.reshape(()) if isinstance(value, Tensor) and value.dim() else value
     if value.shape != place.visible_shape:

@@ -14,6 +14,8 @@ from instrumented_trainers.parallelism.yafsdp.buffers import Slots, regions
 from instrumented_trainers.parallelism.yafsdp.communication_lane import Lane, Ranks
 from instrumented_trainers.parallelism.yafsdp.dtensor_parameters import local_part
 from instrumented_trainers.parallelism.yafsdp.flat_parameters import FlatParameters, ShardMemory, Sites, UnitParameter
+from instrumented_trainers.parallelism.yafsdp.gather_hooks import has_gather_hooks
+from instrumented_trainers.parallelism.yafsdp.hooked_parameters import HookedParameters
 from instrumented_trainers.parallelism.yafsdp.mixed_precision import MixedPrecisionPolicy
 from instrumented_trainers.parallelism.yafsdp.shard_tensor import plain_tensors
 
@@ -69,7 +71,9 @@ class Unit:
         self.keeps_whole_gradients = False
         """Whether backward passes without sync add up whole gradients instead of reducing them."""
         self.requires_sync = True
-        self._begin([FlatParameters(group, ranks, device, policy=policy, home=home) for group in _groups(parameters)])
+        self._begin(
+            [_flat_class(group)(group, ranks, device, policy=policy, home=home) for group in _groups(parameters)]
+        )
 
     def _begin(self, flats: Iterable[FlatParameters]) -> None:
         """Begin with flat tensors that no engine runs."""
@@ -128,6 +132,10 @@ class Unit:
     def replaced_parameter(self) -> UnitParameter | None:
         """Return a parameter that is no longer the shard, or whose memory is not the shard's; None if all are."""
         return next((replaced for flat in self.flats if (replaced := flat.replaced_parameter()) is not None), None)
+
+    def changed_weight(self) -> UnitParameter | None:
+        """Parameter whose whole weight a forward pass has changed; None if there is none."""
+        return next((changed for flat in self.flats if (changed := flat.changed_weight()) is not None), None)
 
     @property
     def description(self) -> str:
@@ -194,10 +202,12 @@ class Unit:
 
     def copy_in_shards(self, lane: Lane) -> list[Tensor]:
         """Copy this rank's shards into the weight buffer, cast, and return the parts of the buffer to all-gather."""
-        return [flat.copy_in_shard(lane) for flat in self.flats]
+        return [buffer for flat in self.flats for buffer in flat.copy_in_shard(lane)]
 
     def use_weights(self) -> None:
         """Register unsharded weights in the modules (FSDP's unshard)."""
+        for flat in self.flats:
+            flat.finish_gather()
         self.set_weights_present(present=True)
         with plain_tensors():
             for parameter in self.parameters:
@@ -329,10 +339,20 @@ class Unit:
 
 
 def _groups(parameters: Mapping[nn.Parameter, Sites]) -> Iterator[dict[nn.Parameter, Sites]]:
-    """Yield the parameters that are alike in dtype and in whether they are trained, those that are trained first."""
-    kinds = dict.fromkeys((not parameter.requires_grad, parameter.dtype) for parameter in parameters)
-    for kind in sorted(kinds, key=lambda kind: kind[0]):
-        yield {p: sites for p, sites in parameters.items() if (not p.requires_grad, p.dtype) == kind}
+    """Yield the parameters that are alike in dtype and in whether they are trained, those that are trained first.
+
+    A parameter with gather hooks is alone.
+    """
+    groups: dict[Any, dict[nn.Parameter, Sites]] = {}
+    for parameter, sites in parameters.items():
+        kind = (parameter.requires_grad, parameter.dtype, id(parameter) if has_gather_hooks(parameter) else None)
+        groups.setdefault(kind, {})[parameter] = sites
+    for kind in sorted(groups, key=lambda kind: not kind[0]):
+        yield groups[kind]
+
+
+def _flat_class(parameters: Collection[nn.Parameter]) -> type[FlatParameters]:
+    return HookedParameters if any(map(has_gather_hooks, parameters)) else FlatParameters
 
 
 def _notify_engine(reference: "weakref.ref[Unit]", to: "weakref.ref[UnitParameter]", _: Tensor) -> None:
