@@ -1,4 +1,4 @@
-"""Memory and checkpoints: owners of memory over time, fragmentation, allocator replays; time that saves block."""
+"""Memory and checkpoints: owners of memory over time, fragmentation, allocator replays; saves; goodput of the job."""
 
 from collections.abc import Callable
 
@@ -8,13 +8,15 @@ import streamlit as st
 from dashboard import findings, widgets
 from dashboard.pages.page import Page, Tab, lack_of
 from dashboard.run_entry import RunEntry
-from dashboard.run_store import OpenRun, memory, tables
+from dashboard.run_store import OpenRun, goodput, memory, tables
 from dashboard.run_store.memory import MemoryUsage, SnapshotFile
 from dashboard.url_state import bind
 from tracekit.errors import TracekitError
 from tracekit.model import escaping, units
 from tracekit.report import charts, headlines
+from tracekit.report import goodput as goodput_report
 from tracekit.report import memory as memory_report
+from tracekit.report.document import Cells
 
 TRACES = "the traces"
 OWNERS = {"phase": "by phase", "unit": "by unit", "op": "by op"}
@@ -25,6 +27,9 @@ HOW_TO_RECORD = (
 HOW_TO_RECORD_SAVES = (
     "The run has no checkpoint log, or it contains no save: record with tracekit record, or wrap a save in "
     "tracekit.capture.record_save."
+)
+HOW_TO_RECORD_ATTEMPTS = (
+    "The run has no attempts log (attempts.jsonl): tracekit record, a Recorder and the instrumented trainers write one."
 )
 NUMBERS = {
     "peak_allocated_bytes": "peak allocated",
@@ -261,6 +266,35 @@ def _save_totals(by_save: pl.DataFrame, clocks: pl.DataFrame) -> None:
             widgets.caption("No save synced its files, so the write rate of the storage is unknown.")
 
 
+def show_goodput(run: OpenRun) -> None:
+    """Draw what the time of the run's job went to, over all attempts, and list them."""
+    job = goodput.job(run)
+    widgets.subheader("Goodput over time")
+    widgets.chart(charts.goodput_over_time(goodput.over_time(run)), key="goodput")
+    widgets.caption("The share of each class in each part of the job's time, as tracekit goodput counts it.")
+    for title, cells in {
+        "Time": goodput_report.class_table(job),
+        "Attempts": goodput_report.attempt_table(job),
+    }.items():
+        widgets.subheader(title)
+        _show_cells(cells, key=f"goodput-{title.lower()}")
+
+
+def _show_cells(cells: Cells, *, key: str) -> None:
+    right = [number in cells.numbers for number in range(len(cells.header))]
+    widgets.text_table(cells.header, cells.rows, key=key, right=right)
+
+
+def _lack_of_attempts(run: OpenRun) -> str:
+    if not goodput.has_attempts(run):
+        return HOW_TO_RECORD_ATTEMPTS
+    try:
+        goodput.job(run)
+    except TracekitError as error:
+        return str(error)
+    return ""
+
+
 PAGE = Page.described_by(
     __doc__,
     "memory",
@@ -268,6 +302,7 @@ PAGE = Page.described_by(
     tabs=(
         Tab("memory", show, headlines.memory),
         Tab("checkpoints", show_checkpoints, headlines.checkpoints, lack_of(tables.SAVES, HOW_TO_RECORD_SAVES)),
+        Tab("goodput", show_goodput, headlines.goodput, _lack_of_attempts),
     ),
     show_snapshots=show_snapshots,
 )

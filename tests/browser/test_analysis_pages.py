@@ -152,7 +152,7 @@ def test_a_part_of_the_critical_path_leads_to_its_moment_with_the_path_as_the_to
 def test_memory_and_checkpoints_say_how_to_record_what_is_missing(at):
     page = at("Memory and checkpoints")
     _says(page, "profile_memory=True")
-    page.get_by_text("Not in this run: checkpoints", exact=True).click()
+    page.get_by_text("Not in this run: checkpoints, goodput", exact=True).click()
     _says(page, "record_save")
     assert_clean(page)
 

@@ -55,6 +55,7 @@ def test_numbers_are_whole_at_every_width(kind: str, name: str) -> None:
 
 GREEN, RED = SAMPLES / "ci/green", SAMPLES / "ci/red"
 RECORDINGS = Path(__file__).parents[1] / "recordings"
+VERIFIED = f"{Path(__file__).parent / 'scripts' / 'verified_trainings.py'}:summed_loss"
 COMMANDS = {
     "kernels": ("kernels", SAMPLES / "gpu/cuda-graphs"),
     "kernels of the host": ("kernels", RED, "--of", "host"),
@@ -71,6 +72,7 @@ COMMANDS = {
     "check against a run": ("check", RED, "--baseline", GREEN),
     "memory": ("memory", RECORDINGS / "out_of_memory/leak"),
     "goodput": ("goodput", RECORDINGS / "goodput", "--gpu-hour-price", "2"),
+    "verification": ("verify-training", VERIFIED, "--strategy", "ddp", "--steps", "1"),
     "hang": ("hang", RECORDINGS / "hangs/skipped_collective"),
     "plan memory": ("plan", "memory", "--model", "llama3-70b", "--dp", "64", "--zero", "3"),
     "plan checkpoint": (

@@ -64,6 +64,7 @@ COMMANDS = {
         LazyCommand("mcp", "Serve runs to coding agents (Model Context Protocol)."),
         LazyCommand("hang", "Show which rank a hung job waits for, and why."),
         LazyCommand("goodput", "Show the share of time that trained, over all attempts."),
+        LazyCommand("verify-training", "Compare your training over ranks with one process."),
         LazyCommand("watch", "Show a running training and its outlier steps."),
         LazyCommand("scrub", "Copy a run without host names, users, paths and secrets."),
         LazyCommand("baseline", "Save, update or show the baseline of later runs."),

@@ -180,6 +180,38 @@ class Strategy:
             if not collective.of_shard
         )
 
+    def sent_bytes(
+        self,
+        parameters: float,
+        *,
+        ranks: int,
+        micro_batches: int = 1,
+        reduces_each: bool = True,
+        still_gathered: float = 0.0,
+        replicas: int = 1,
+        gathered_bytes: int = GATHERED_BYTES,
+        reduced_bytes: int = REDUCED_BYTES,
+    ) -> float:
+        """Bytes that a rank sends in a step over rings, (n − 1)/n of a message per pass among n ranks.
+
+        `ranks` divide the parameters, or replicate them; shards are all-reduced over `replicas`. `still_gathered`
+        parameters need no second gather for backward: those of the root, which stays gathered, and of the layers whose
+        weights the buffers still have. Sharded gradients are reduced in each micro-batch, or after the last one.
+        """
+        sent = 0.0
+        for collective in self.collectives:
+            is_gradient = collective.tensor == GRADIENTS
+            is_second_gather = not is_gradient and collective.when == BACKWARD
+            elements = parameters - still_gathered if is_second_gather else parameters
+            members = replicas if collective.of_shard else ranks
+            if collective.of_shard:
+                elements /= ranks
+            is_repeated = self.is_repeated(collective) and (reduces_each or not is_gradient)
+            messages_bytes = elements * (reduced_bytes if is_gradient else gathered_bytes)
+            times = micro_batches if is_repeated else 1
+            sent += messages_bytes * collective.traffic_factor * times * (members - 1) / members
+        return sent
+
     def is_repeated(self, collective: Collective) -> bool:
         """Whether a collective runs for every micro-batch: that of weights or gradients that ranks divide."""
         return collective.when != AFTER_OPTIMIZER and collective.tensor in self.sharded

@@ -19,6 +19,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tracekit.conventions import strategies
 from tracekit.errors import ConfigError
 from tracekit.plan import memory, pipeline
 from tracekit.plan.checkpoint import Layout
@@ -360,12 +361,10 @@ def _dp_bytes(job: Job, mesh: Mesh, work: Workload) -> float:
     model, ranks = job.model, mesh.dp * mesh.cp
     experts = model.expert_layers * (model.experts.count if model.experts else 0) * model.expert_parameters
     of_experts = max(1, ranks // mesh.ep)
-    times = work.micro_batches if mesh.zero == 3 else 1
-    gathers = 2 if mesh.zero == 3 else 1
-    per_weight = times * (gathers * _ELEMENT_BYTES + _GRADIENT_BYTES)
-    dense = (model.parameters - experts) * (ranks - 1) / ranks
-    sparse = experts / mesh.ep * (of_experts - 1) / of_experts
-    return per_weight * (dense + sparse) / mesh.tp / mesh.pp
+    strategy = strategies.ZERO_STAGES[mesh.zero]
+    dense = strategy.sent_bytes(model.parameters - experts, ranks=ranks, micro_batches=work.micro_batches)
+    sparse = strategy.sent_bytes(experts / mesh.ep, ranks=of_experts, micro_batches=work.micro_batches)
+    return (dense + sparse) / mesh.tp / mesh.pp
 
 
 def _rates(job: Job) -> tuple[float, float]:

@@ -26,12 +26,11 @@ def document(job: Goodput, *, gpu_hour_price: float | None = None, notes: Sequen
     """Headline, advice, classes of time and attempts. Raises ConfigError for a price below 0."""
     if gpu_hour_price is not None and not (math.isfinite(gpu_hour_price) and gpu_hour_price >= 0):
         raise ConfigError(f"--gpu-hour-price {gpu_hour_price:g} is not possible: it must be 0 or more")
-    first_ns = job.attempts[0].start_ns
     left_out = f"{units.count(job.left_out, 'earlier attempt')} at another job left out: a later one began anew."
     sections: tuple[Section, ...] = (
         [line(headline(job)), *_advice_lines(job.save_interval)],
-        [heading("Time", f"  of {units.long_duration(job.whole_ns / 1e9)}"), _class_table(job, gpu_hour_price)],
-        [heading("Attempts"), _attempt_table(job.attempts, first_ns)],
+        [heading("Time", f"  of {units.long_duration(job.whole_ns / 1e9)}"), class_table(job, gpu_hour_price)],
+        [heading("Attempts"), attempt_table(job)],
     )
     return Document(sections, (*notes, *([left_out] if job.left_out else [])), values=values(job, gpu_hour_price))
 
@@ -95,6 +94,29 @@ def values(job: Goodput, gpu_hour_price: float | None) -> dict[str, object]:
     }
 
 
+def class_table(job: Goodput, price: float | None = None) -> Cells:
+    """Time, share and GPU-hours of each class that has time, productive steps first, and their cost at a price."""
+    header = ["", "time", "share", "GPU-hours", *([] if price is None else ["cost"]), "what it is"]
+    shown = [kind for kind in CLASSES if job.times[kind] or kind is PRODUCTIVE]
+    shown.sort(key=lambda kind: (kind is not PRODUCTIVE, -job.times[kind]))
+    rows = []
+    for kind in shown:
+        gpu_hours = job.gpu_ns[kind] / _NS_PER_H
+        cost = [] if price is None else [f"{gpu_hours * price:,.2f}"]
+        ratio = job.times[kind] / job.whole_ns if job.whole_ns else 0.0
+        time = units.long_duration(job.times[kind] / 1e9)
+        rows.append((kind.title, time, units.share(ratio), f"{gpu_hours:,.4g}", *cost, kind.content))
+    numbers = tuple(range(1, len(header) - 1))
+    return Cells(tuple(header), tuple(rows), numbers, drop_order=(len(header) - 1,))
+
+
+def attempt_table(job: Goodput) -> Cells:
+    """What each attempt did, and why it ended."""
+    first_ns = job.attempts[0].start_ns
+    rows = tuple(_attempt_row(number, account, first_ns) for number, account in enumerate(job.attempts, start=1))
+    return Cells(_ATTEMPT_HEADER, rows, numbers=tuple(range(len(_ATTEMPT_HEADER) - 1)), drop_order=(2, 7))
+
+
 def _advice_lines(saves: SaveInterval) -> list[Line]:
     text = advice(saves)
     return [line(text)] if text else []
@@ -127,26 +149,6 @@ def _attempt_values(account: AttemptAccount) -> dict[str, object]:
         "exit_code": attempt.exit_code,
         "cause": cause(attempt),
     }
-
-
-def _class_table(job: Goodput, price: float | None) -> Cells:
-    header = ["", "time", "share", "GPU-hours", *([] if price is None else ["cost"]), "what it is"]
-    shown = [kind for kind in CLASSES if job.times[kind] or kind is PRODUCTIVE]
-    shown.sort(key=lambda kind: (kind is not PRODUCTIVE, -job.times[kind]))
-    rows = []
-    for kind in shown:
-        gpu_hours = job.gpu_ns[kind] / _NS_PER_H
-        cost = [] if price is None else [f"{gpu_hours * price:,.2f}"]
-        ratio = job.times[kind] / job.whole_ns if job.whole_ns else 0.0
-        time = units.long_duration(job.times[kind] / 1e9)
-        rows.append((kind.title, time, units.share(ratio), f"{gpu_hours:,.4g}", *cost, kind.content))
-    numbers = tuple(range(1, len(header) - 1))
-    return Cells(tuple(header), tuple(rows), numbers, drop_order=(len(header) - 1,))
-
-
-def _attempt_table(accounts: Sequence[AttemptAccount], first_ns: int) -> Cells:
-    rows = tuple(_attempt_row(number, account, first_ns) for number, account in enumerate(accounts, start=1))
-    return Cells(_ATTEMPT_HEADER, rows, numbers=tuple(range(len(_ATTEMPT_HEADER) - 1)), drop_order=(2, 7))
 
 
 def _attempt_row(number: int, account: AttemptAccount, first_ns: int) -> tuple[str, ...]:

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import polars as pl
 
+from tracekit.analysis.checkpoint import goodput as measured_goodput
 from tracekit.analysis.checkpoint import saves
 from tracekit.analysis.communication import exposed_communication
 from tracekit.analysis.compute import collective_contention, contention
@@ -15,6 +17,7 @@ from tracekit.model import escaping, kernel_names, units
 from tracekit.model.run import Run
 from tracekit.replay.allocator.memory_usage import MemoryUsage
 from tracekit.replay.graph.what_if import WhatIf
+from tracekit.report import goodput as goodput_report
 from tracekit.report import html_fragments, phrases
 from tracekit.report import memory as memory_report
 from tracekit.rules.rule import Finding, Report, Severity, cost_order, family, is_data_quality
@@ -273,6 +276,12 @@ def checkpoints(report: Report, run: Run) -> Headline | None:
     if ratio is not None:
         text += f", {units.share(ratio)} of training time"
     return _about(text, _of(report, "CKPT"))
+
+
+def goodput(_report: Report, run: Run) -> Headline:
+    """Share of the job's time that trained, its largest loss, and how often to save. Raises InputError."""
+    job, _ = measured_goodput.read_job([Path(run.path)])
+    return Headline(goodput_report.headline(job), goodput_report.advice(job.save_interval))
 
 
 def savings(report: Report, answers: WhatIf) -> Headline | None:

@@ -33,16 +33,17 @@ _Handler: TypeAlias = Callable[..., None]
 def simulate(job: Job) -> Recording:
     """Run all steps of a job and return what its simulated ranks did."""
     with gc_paused():
-        return Engine(job, _programs(job)).run()
+        return Engine(job, programs(job)).run()
 
 
 def total_ns(job: Job) -> int:
     """Return the time of all steps of a job: `Recording.total_ns` of its simulation, computed in a part of the time."""
     with gc_paused():
-        return Engine(job, _programs(job), is_recorded=False).run().total_ns
+        return Engine(job, programs(job), is_recorded=False).run().total_ns
 
 
-def _programs(job: Job) -> list[Instruction] | Mapping[int, list[Instruction]]:
+def programs(job: Job) -> list[Instruction] | Mapping[int, list[Instruction]]:
+    """What ranks do in all steps: one program for all of them, or with a layout one for each."""
     if job.hybrid is not None:
         return hybrid_program.programs(job)
     schedule = SCHEDULES[job.strategy](job)

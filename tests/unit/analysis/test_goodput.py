@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -115,6 +116,20 @@ def test_each_moment_of_a_drawn_job_has_its_class() -> None:
     assert job.whole_ns == ns(20)
     assert [account.lost_steps for account in job.attempts] == [2, 0]
     assert job.productive_ratio == 0.3
+
+
+def test_the_band_over_time_of_a_drawn_job() -> None:
+    band = measured.over_time(measured.goodput(drawn_job()), parts=20)
+    in_second = {
+        (second, row["class"]): row["time_ns"] / 1e9
+        for second, part in enumerate(band.partition_by("start_ns"))
+        for row in part.rows(named=True)
+        if row["time_ns"]
+    }
+    # The drawing above, second by second; the first steps warm up for 1 s each.
+    expected = [START, START, WARM_UP, PRODUCTIVE, PRODUCTIVE, PRODUCTIVE, SAVE, LOST, LOST, LOST, STOP, STOP, IDLE]
+    expected += [LOAD, WARM_UP, PRODUCTIVE, PRODUCTIVE, PRODUCTIVE, SAVE, STOP]
+    assert in_second == {(second, kind.key): 1 for second, kind in enumerate(expected)}
 
 
 def test_a_script_that_counts_from_0_again_resumes_where_it_loaded() -> None:
@@ -231,6 +246,14 @@ def test_the_classes_of_any_job_add_up_to_the_whole(attempts: list[Attempt]) -> 
     by_attempt = sum(n * sum(account.times.values()) for n, account in zip(gpus, job.attempts, strict=True))
     idle = sum(n * later.idle_before_ns for n, later in zip(gpus, job.attempts[1:], strict=False))
     assert sum(job.gpu_ns.values()) == by_attempt + idle
+    band = measured.over_time(job, parts=7)
+    assert dict(band.group_by("class").agg(pl.col("time_ns").sum()).rows()) == {
+        kind.key: time_ns for kind, time_ns in job.times.items()
+    }
+    of_parts = band.group_by("start_ns").agg(
+        pl.col("time_ns").sum(), whole_ns=(pl.col("end_ns") - pl.col("start_ns")).first()
+    )
+    assert of_parts["time_ns"].to_list() == of_parts["whole_ns"].to_list()
 
 
 def test_the_command_prints_the_account_in_each_format() -> None:

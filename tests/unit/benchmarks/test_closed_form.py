@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import closed_form, published_events, published_table
+from benchmarks import closed_form, published_events, published_report, published_table
 from benchmarks.published_baselines import INDICATORS, ROOFLINE, predictions
 from benchmarks.published_fit import GIVE_WAY, fit, predict
 from tracekit.plan import hardware
@@ -55,3 +55,12 @@ def test_the_guide_shows_what_the_fit_predicts() -> None:
         (row.yafsdp_s, found, row.fsdp_s, other) for row, found, other in zip(ROWS, yafsdp_s[0], fsdp_s[0], strict=True)
     ]
     np.testing.assert_allclose(shown, np.array(predicted), atol=0.0101)
+
+
+def test_times_of_jobs_near_the_memory_s_limit_are_the_ones_far_off() -> None:
+    yafsdp_s, fsdp_s = (times[0] for times in predict(ROWS, fit(ROWS, np.array([published_table.FITTED]))))
+    losses = published_report.near_limit(ROWS, yafsdp_s, fsdp_s)
+    assert (len(losses.near_s), len(losses.others_s)) == (3, 29)
+    assert min(losses.near_s) > 0.4
+    assert max(map(abs, losses.others_s)) < 0.2
+    assert 1 - yafsdp_s[-1] / (fsdp_s[-1] + losses.mean_s) == pytest.approx(ROWS[-1].speedup, abs=0.015)

@@ -13,10 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import polars as pl
 
 from tracekit import conventions
 from tracekit.analysis.hangs import diagnosis
 from tracekit.errors import InputError
+from tracekit.ingest import job_attempts
 from tracekit.ingest.hang_dumps import folder as hang_dumps
 from tracekit.model import intervals
 from tracekit.model.attempt import Attempt, CheckpointCall
@@ -52,6 +54,8 @@ CLASSES = (PRODUCTIVE, LOST, SAVE, STALL, WARM_UP, BETWEEN, LOAD, START, STOP, I
 
 Times = Mapping[TimeClass, int]
 """Time of each class, in ns."""
+ClassSpans = Mapping[TimeClass, Spans]
+"""When each class was, in Unix ns."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +72,13 @@ class AttemptAccount:
     first_step: int
     end_step: int
     lost_steps: int
-    times: Times
+    spans: ClassSpans
     idle_before_ns: int
+
+    @property
+    def times(self) -> Times:
+        """Time of each class in the attempt, in ns; these add up to its window."""
+        return {kind: intervals.length(spans) for kind, spans in self.spans.items()}
 
 
 @dataclass(frozen=True)
@@ -115,6 +124,15 @@ class Goodput:
         return self.times[PRODUCTIVE] / self.whole_ns if self.whole_ns else 0.0
 
 
+def read_job(paths: Sequence[Path]) -> tuple[Goodput, list[str]]:
+    """Account of the job in the folders of its runs, with the verdicts on its hangs, and notes on what was not read.
+
+    Raises InputError if a path has no attempt, or two attempts ran at the same time.
+    """
+    attempts, notes = job_attempts.read(paths)
+    return goodput(with_hang_verdicts(attempts)), notes
+
+
 def goodput(attempts: Sequence[Attempt]) -> Goodput:
     """Account of a job's attempts, which are in order of time and at least one.
 
@@ -129,13 +147,13 @@ def goodput(attempts: Sequence[Attempt]) -> Goodput:
     for index, (place, (start_ns, end_ns)) in enumerate(zip(job, windows, strict=True)):
         attempt = place.attempt
         kept_step = _kept_step(place, job[index + 1 :])
-        times = _times(place, (start_ns, end_ns), kept_step, median_ns=medians_ns.get(attempt.world_size))
+        spans = _class_spans(place, (start_ns, end_ns), kept_step, median_ns=medians_ns.get(attempt.world_size))
         idle_ns = start_ns - windows[index - 1][1] if index else 0
         lost_steps = int((attempt.step_numbers + place.offset >= kept_step).sum())
         accounts.append(
-            AttemptAccount(attempt, start_ns, end_ns, place.first_step, place.end_step, lost_steps, times, idle_ns)
+            AttemptAccount(attempt, start_ns, end_ns, place.first_step, place.end_step, lost_steps, spans, idle_ns)
         )
-        for kind, time_ns in times.items():
+        for kind, time_ns in accounts[-1].times.items():
             gpu_ns[kind] += time_ns * attempt.world_size
         if index:  # an allocation is as large as the attempt that it had before
             gpu_ns[IDLE] += idle_ns * job[index - 1].attempt.world_size
@@ -146,6 +164,26 @@ def goodput(attempts: Sequence[Attempt]) -> Goodput:
         tuple(accounts), {kind: totals[kind] for kind in CLASSES}, gpu_ns, _save_interval(accounts),
         int(np.median(all_steps_ns)) if len(all_steps_ns) else None, len(places) - len(job),
     )  # fmt: skip
+
+
+def over_time(job: Goodput, *, parts: int) -> pl.DataFrame:
+    """Time of each class in equal parts of a job's time.
+
+    Columns start_ns and end_ns in Unix ns, class (its key) and time_ns; one row per part and class. Over all parts, a
+    class has the time that it has in `times`.
+    """
+    edges = np.linspace(0, job.whole_ns, parts + 1).round().astype(np.int64) + job.attempts[0].start_ns
+    windows = np.stack((edges[:-1], edges[1:]), axis=1)
+    spans = {kind: [account.spans[kind] for account in job.attempts] for kind in CLASSES if kind is not IDLE}
+    spans[IDLE] = [_spans([(account.start_ns - account.idle_before_ns, account.start_ns)]) for account in job.attempts]
+    tables = [
+        pl.DataFrame({"start_ns": edges[:-1], "end_ns": edges[1:]}).with_columns(
+            pl.lit(kind.key).alias("class"),
+            pl.Series("time_ns", intervals.coverage(windows, intervals.union(*of_class))),
+        )
+        for kind, of_class in spans.items()
+    ]
+    return pl.concat(tables)
 
 
 def with_hang_verdicts(attempts: Sequence[Attempt]) -> list[Attempt]:
@@ -266,8 +304,8 @@ def _median_steps_ns(attempts: Sequence[Attempt]) -> dict[int, int]:
     return medians
 
 
-def _times(place: _Place, window: tuple[int, int], kept_step: int, *, median_ns: int | None) -> dict[TimeClass, int]:
-    """Time of each class in an attempt, in ns; these add up to the window."""
+def _class_spans(place: _Place, window: tuple[int, int], kept_step: int, *, median_ns: int | None) -> ClassSpans:
+    """When each class was in an attempt, in Unix ns: each moment of the window has one class."""
     attempt = place.attempt
     steps = attempt.step_spans
     first_ns = int(steps[0, 0]) if len(steps) else attempt.begin_ns
@@ -289,13 +327,12 @@ def _times(place: _Place, window: tuple[int, int], kept_step: int, *, median_ns:
         (BETWEEN, _between(attempt, trained_until_ns)),
     ]
     unclaimed = _spans([window])
-    times = dict.fromkeys((kind for kind in CLASSES if kind is not IDLE), 0)
+    claimed = dict.fromkeys((kind for kind in CLASSES if kind is not IDLE), EMPTY)
     for kind, spans in claims:
-        remaining = intervals.subtract(unclaimed, spans)
-        times[kind] += intervals.length(unclaimed) - intervals.length(remaining)
-        unclaimed = remaining
-    times[PRODUCTIVE] = intervals.length(unclaimed)
-    return times
+        claimed[kind] = intervals.union(claimed[kind], intervals.intersect(unclaimed, spans))
+        unclaimed = intervals.subtract(unclaimed, spans)
+    claimed[PRODUCTIVE] = unclaimed
+    return claimed
 
 
 def _spans(pairs: "Iterator[tuple[int, int]] | Sequence[tuple[int, int]]") -> Spans:

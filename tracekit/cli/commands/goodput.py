@@ -26,9 +26,7 @@ def goodput(
     instrumented trainers; a training that resumes may write into the same folder or into a new one.
     """
     from tracekit.analysis.checkpoint import goodput as measured
-    from tracekit.ingest import job_attempts
     from tracekit.report import goodput as report
 
-    attempts, notes = job_attempts.read(runs)
-    job = measured.goodput(measured.with_hang_verdicts(attempts))
+    job, notes = measured.read_job(runs)
     table.write_document(report.document(job, gpu_hour_price=gpu_hour_price, notes=notes))

@@ -24,6 +24,7 @@ from tracekit.report.charts.contention import (
     roofline,
     slowdowns,
 )
+from tracekit.report.charts.goodput import goodput_over_time
 from tracekit.report.charts.many_runs import (
     MAX_VALUES,
     Axis,
@@ -101,6 +102,7 @@ __all__ = [
     "difference_icicle",
     "expert_heatmap",
     "expert_pair_heatmap",
+    "goodput_over_time",
     "icicle",
     "in_groups",
     "lost_time",
