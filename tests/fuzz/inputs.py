@@ -95,7 +95,7 @@ def made(kind: str, seed: int, random: Random) -> Input:
     """Return the input of a kind that the numbers of `random` lead to."""
     command, make = KINDS[kind]
     if kind == RECORDED_RUN:
-        command = random.choice((CHECK, CHECK, *_OTHER_COMMANDS.values()))
+        command = random.choice((CHECK, CHECK, *OTHER_COMMANDS.values()))
     return Input(kind, seed, command, make(random))
 
 
@@ -520,7 +520,7 @@ def _queries(random: Random) -> Files:
 
 CHECK = ("check", FOLDER, "--format", "json", "--no-cache")
 _JSON = ("--format", "json", "--no-cache")
-_OTHER_COMMANDS: dict[str, tuple[str, ...]] = {
+OTHER_COMMANDS: dict[str, tuple[str, ...]] = {
     "what if": ("whatif", FOLDER, *_JSON),
     "critical path": ("whatif", "--critical-path", FOLDER, *_JSON),
     "kernels": ("kernels", FOLDER, "--by", "name,op,shapes,module,unit,phase", *_JSON),
@@ -531,6 +531,7 @@ _OTHER_COMMANDS: dict[str, tuple[str, ...]] = {
     "page": ("export", FOLDER, "--format", "html", "-o", f"{FOLDER}/out.html", "--no-cache"),
     "memory": ("memory", FOLDER, *_JSON),
 }
+"""Commands that read the same traces as `check`, by the kind of their inputs."""
 RECORDED_RUN = "recorded run"
 KINDS: dict[str, tuple[tuple[str, ...], Callable[[Random], Files]]] = {
     "trace": (CHECK, _traces),
@@ -546,7 +547,7 @@ KINDS: dict[str, tuple[tuple[str, ...], Callable[[Random], Files]]] = {
     "baseline": ((*CHECK, "--baseline", f"{FOLDER}/baseline.json"), _baselines),
     "settings": ((*CHECK, "--config", f"{FOLDER}/tracekit.toml"), _settings),
     "summary": (("summary", FOLDER, "--format", "json", "--no-cache"), _traces),
-    **{name: (command, _traces) for name, command in _OTHER_COMMANDS.items()},
+    **{name: (command, _traces) for name, command in OTHER_COMMANDS.items()},
     "comparison": (("compare", f"{FOLDER}/before", f"{FOLDER}/after", *_JSON), _two_runs),
     "scrub": (("scrub", f"{FOLDER}/{IN}", f"{FOLDER}/scrubbed"), _scrubbed),
     "execution trace": (CHECK, _execution_traces),

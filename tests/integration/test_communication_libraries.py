@@ -1,7 +1,5 @@
 """Recordings whose collectives another library runs are analyzed like NCCL's: exposed time, waits for late ranks."""
 
-import gzip
-import json
 import re
 import subprocess
 import sys
@@ -11,6 +9,7 @@ import polars as pl
 import pytest
 
 import tracekit
+from tests.support.kineto_files import read_recording, write_recording
 from tracekit.analysis.communication import collective_instances
 from tracekit.analysis.quality import undecided_kernels
 from tracekit.analysis.time import breakdown
@@ -31,13 +30,13 @@ def renamed(folder, out):
     """Copy the traces of a run, with another library's kernels instead of NCCL's."""
     out.mkdir()
     for path in sorted(folder.rglob("*.json.gz")):
-        document = json.loads(gzip.decompress(path.read_bytes()))
+        document = read_recording(path)
         for event in document["traceEvents"]:
             if event.get("cat") == "kernel" and "nccl" in event["name"]:
                 word = re.search(r"AllGather|ReduceScatter|AllReduce|SendRecv", event["name"])[0]
                 op = re.sub(r"(?<!^)([A-Z])", r"_\1", word).lower()
                 event["name"] = NAMES[op]
-        (out / path.name).write_bytes(gzip.compress(json.dumps(document).encode(), 1))
+        write_recording(out / path.name, document)
     return tracekit.load(str(out), cache=False)
 
 
@@ -77,7 +76,7 @@ def without_arguments(folder, out, rename, stream=None):
     """
     out.mkdir()
     for path in sorted(folder.rglob("*.json.gz")):
-        document = json.loads(gzip.decompress(path.read_bytes()))
+        document = read_recording(path)
         events = []
         for event in document["traceEvents"]:
             name = str(event.get("name", ""))
@@ -91,7 +90,7 @@ def without_arguments(folder, out, rename, stream=None):
                 tid = {"tid": stream} if moved else {}
                 event = event | {"name": rename.get(word, name), "args": args | moved} | tid
             events.append(event)
-        (out / path.name).write_bytes(gzip.compress(json.dumps(document | {"traceEvents": events}).encode(), 1))
+        write_recording(out / path.name, document | {"traceEvents": events})
     return tracekit.load(str(out), cache=False)
 
 
@@ -128,11 +127,11 @@ def test_compute_with_a_misleading_name_does_not_end_together(tmp_path):
         pytest.skip("needs the recordings of others")
     (tmp_path / "run").mkdir()
     for path in sorted(RECORDED.rglob("*.json.gz")):
-        document = json.loads(gzip.decompress(path.read_bytes()))
+        document = read_recording(path)
         for event in document["traceEvents"]:
             if event.get("cat") == "kernel" and "sgemm" in event["name"]:
                 event["name"] = "combine_bias(float*)"
-        (tmp_path / "run" / path.name).write_bytes(gzip.compress(json.dumps(document).encode(), 1))
+        write_recording(tmp_path / "run" / path.name, document)
     run = tracekit.load(str(tmp_path / "run"), cache=False)
     (row,) = run.table(undecided_kernels.ending_together).rows(named=True)
     assert not row["ends_together"]

@@ -7,9 +7,13 @@ from pathlib import Path
 import jsonschema
 import pytest
 
+from tests.support import loaded_runs
 from tests.support.cli_runner import ROOT, only_line, tracekit
 from tracekit.report import baseline_json as saved
 from tracekit.report import json as report_json
+
+runs_loaded_once = loaded_runs.runs_loaded_once
+pytestmark = pytest.mark.usefixtures("runs_loaded_once")
 
 SAMPLES = ROOT / "sample_traces"
 FAULTS = SAMPLES / "faults"
@@ -18,7 +22,7 @@ FEW = ("--select", "MEM010")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, runs_loaded_once: None) -> Path:
     """Return a folder with a baseline of each healthy sample that the tests hold others against."""
     made = tmp_path_factory.mktemp("gate")
     for name in ("healthy-ddp", "healthy-save"):

@@ -1,8 +1,6 @@
 """Recordings without the metadata that older PyTorch versions, other backends and tools leave out."""
 
-import gzip
 import itertools
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ import polars as pl
 import pytest
 
 import tracekit
+from tests.support.kineto_files import read_recording, write_recording
 from tests.support.selection import others_in_accuracy
 from tracekit.analysis.parallelism import axis_communication, group_axes, pipeline_stages
 from tracekit.model.run import Run
@@ -28,11 +27,11 @@ Change = Callable[[int, Trace], Trace]
 def without(folder: Path, tmp_path: Path, *changes: Change, ranks: tuple[int, ...] | None = None) -> Run:
     """Return the run of a folder's traces alone, each changed, without a manifest and without some ranks."""
     for rank, path in enumerate(sorted(folder.glob("*.json.gz"))):
-        trace = json.loads(gzip.decompress(path.read_bytes()))
+        trace = read_recording(path)
         for change in changes:
             trace = change(rank, trace)
         if ranks is None or rank in ranks:
-            (tmp_path / f"rank{rank}.json").write_text(json.dumps(trace))
+            write_recording(tmp_path / f"rank{rank}.json", trace)
     return tracekit.load(tmp_path, cache=False)
 
 
@@ -134,8 +133,8 @@ def test_groups_of_experts_are_found_whatever_numbers_their_ranks_have(tmp_path,
     number = dict(enumerate(map(int, order)))
     for rank in range(4):
         path = PARALLELISM / "moe-ep2" / f"rank0000{rank}.pt.trace.json.gz"
-        trace = no_distributed_info(rank, json.loads(gzip.decompress(path.read_bytes())))
-        (tmp_path / f"rank{number[rank]}.json").write_text(json.dumps(trace))
+        trace = no_distributed_info(rank, read_recording(path))
+        write_recording(tmp_path / f"rank{number[rank]}.json", trace)
     run = tracekit.load(tmp_path, cache=False)
     exchanged = {ranks for op, ranks in together(run) if op == "all_to_all"}
     assert exchanged == {tuple(sorted(number[rank] for rank in pair)) for pair in PAIRS}
@@ -171,14 +170,14 @@ def test_a_merged_file_is_read_as_its_ranks_whatever_its_header_states(tmp_path,
     start: Trace = {}
     merged = []
     for rank, path in enumerate(sorted(folder.glob("*.json.gz"))):
-        trace = json.loads(gzip.decompress(path.read_bytes()))
+        trace = read_recording(path)
         start = start or {key: value for key, value in trace.items() if key != "traceEvents"}
         for event in trace["traceEvents"]:
             args = {"args": event.get("args", {}) | {"rank": rank}} if event["ph"] == "X" else {}
             merged.append(event | {"pid": f"{rank}/{event.get('pid')}"} | args)
     if not HEADERS[header]:
         del start["distributedInfo"]
-    (tmp_path / "merged.json").write_text(json.dumps(start | {"traceEvents": merged}))
+    write_recording(tmp_path / "merged.json", start | {"traceEvents": merged})
     run = tracekit.load(tmp_path / "merged.json", cache=False)
     assert run.ranks == (0, 1, 2, 3)
     kinds = {"moe-ep2": "all_to_all", "megatron_tp2_pp2": "all_reduce"}

@@ -159,7 +159,23 @@ TWICE = {"kernels": KERNELS, "calls": CALLS, "ops": OPS, "all": None}
 CASES = [(recording, wrong, count) for recording in RECORDINGS for wrong in WRONG for count in COUNTS]
 # Others are off in the same direction by another factor; of text as a time, test_hostile_inputs has cases.
 EVERYDAY_WRONG = ("time 0", "in nanoseconds", "infinite duration")
-EVERYDAY = [("GPU, compiled", wrong, "few") for wrong in EVERYDAY_WRONG] + [("CPU, FSDP2", "time 0", "many")]
+EVERYDAY = [("CPU, FSDP2", "time 0", "many")]
+
+
+def test_events_at_times_that_are_wrong_in_several_ways_are_left_out(tmp_path):
+    """One recording has each wrong time at events of its own, so that two reports judge all of them."""
+    recorded = read(RECORDINGS["GPU, compiled"])
+    odd, all_places = recorded, []
+    for number, wrong in enumerate(EVERYDAY_WRONG):
+        change, kinds = WRONG[wrong]
+        for categories in kinds:
+            places = chosen(recorded, categories, len(EVERYDAY_WRONG) * FEW)[number :: len(EVERYDAY_WRONG)]
+            assert places
+            odd = changed(odd, places, lambda event, change=change: [change(event) or event])
+            all_places += places
+    said, report = judge(odd, tmp_path / "odd")
+    assert said == judge(changed(recorded, all_places, lambda event: []), tmp_path / "without")[0]
+    assert "bad_times" in quality(report)
 
 
 @pytest.mark.parametrize(("recording", "wrong", "count"), others_in_accuracy(CASES, EVERYDAY))

@@ -1,11 +1,11 @@
 """Recordings that hold only a part of a step, or the first step of a training: cut from public and own traces."""
 
 import gzip
-import json
 from pathlib import Path
 
 import pytest
 
+from tests.support.kineto_files import read_recording, write_recording
 from tracekit.ingest.loader import load
 from tracekit.rules.engine import check
 from tracekit.rules.rule import Severity
@@ -21,7 +21,7 @@ def trace_of(folder):
     if not folder.is_dir():
         pytest.skip(f"needs {folder.name} in ../shared/traces, which is not part of the project")
     path = min(folder.glob("*.json.gz"))
-    return json.loads(gzip.decompress(path.read_bytes()))
+    return read_recording(path)
 
 
 def marks(content, name):
@@ -45,7 +45,7 @@ def cut(content, since_us, until_us):
 def judged(content, folder):
     """Return the findings on a trace by code; of DATA001 by subject."""
     folder.mkdir(exist_ok=True)
-    (folder / "rank0.json").write_text(json.dumps(content))
+    write_recording(folder / "rank0.json", content)
     return by_code(folder)
 
 

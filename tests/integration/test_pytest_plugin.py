@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.support.python_path import PYTHON_PATH
+from tests.support.selection import others_in_accuracy
 from tracekit.errors import ConfigError
 from tracekit.model import environment
 from tracekit.testing import marks, plugin, summary
@@ -218,7 +219,8 @@ def test_runs_of_failed_tests_stay_and_the_profiler_says_nothing(done):
     assert json.loads(manifest.read_text())["recorded_by"] == "pytest"
 
 
-def test_under_xdist_each_test_is_recorded_and_the_summary_is_whole(tmp_path):
+@pytest.mark.parametrize("workers", others_in_accuracy([1, 2], [1]))
+def test_under_xdist_each_test_is_recorded_and_the_summary_is_whole(tmp_path, workers):
     pytest.importorskip("xdist")
     tests = """
         @pytest.mark.parametrize("number", range(2))
@@ -227,7 +229,7 @@ def test_under_xdist_each_test_is_recorded_and_the_summary_is_whole(tmp_path):
             train(4)
     """
     folder = written(tmp_path, "test_train.py", LOOP, tests)
-    said = run_pytest(folder, "-n", "2", "--trace-keep", "all", "--trace-dir", str(folder / "traces"))
+    said = run_pytest(folder, "-n", str(workers), "--trace-keep", "all", "--trace-dir", str(folder / "traces"))
     assert said.returncode == 0, said.stdout
     assert all(f"test_it[{number}]" in said.stdout.partition("recorded trainings")[2] for number in range(2))
     assert len(list((folder / "traces").glob("*/rank00000.pt.trace.json.gz"))) == 2

@@ -227,28 +227,34 @@ def test_whatever_way_optimizers_step_steps_are_counted(
     assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(9))
 
 
-def test_modules_are_recorded_on_request_and_the_training_stays_the_same(
-    tmp_path: Path, single_alone: list[str]
+@pytest.fixture(scope="module")
+def with_options(tmp_path_factory: pytest.TempPathFactory) -> tuple[Done, Path]:
+    """The training on one rank with modules and device metrics, on a machine without a GPU, and its run."""
+    folder = tmp_path_factory.mktemp("options")
+    words = ("--quiet", "--modules", "--device-metrics", "--out", "run", "--", *script("plain_single.py"))
+    return do(command(*words), folder), folder / "run"
+
+
+def test_the_training_stays_the_same_with_modules_and_device_metrics(
+    with_options: tuple[Done, Path], single_alone: list[str]
 ) -> None:
-    done = do(command("--quiet", "--modules", "--out", "run", "--", *script("plain_single.py")), tmp_path)
+    done, _ = with_options
     assert done.code == 0, done.err
-    assert not done.said
     assert losses(done) == single_alone != []
-    modules = load(tmp_path / "run").table(ops.modules)
+
+
+def test_modules_are_recorded_on_request(with_options: tuple[Done, Path]) -> None:
+    modules = load(with_options[1]).table(ops.modules)
     calls = dict(modules.filter(modules["calls"] > 0).select("module", "calls").iter_rows())
     assert calls == dict.fromkeys(["Sequential", "Sequential.0", "Sequential.1", "Sequential.2"], 5)
 
 
-def test_device_metrics_on_a_machine_without_a_gpu_are_null_and_the_training_stays_the_same(
-    tmp_path: Path, single_alone: list[str]
-) -> None:
-    done = do(command("--quiet", "--device-metrics", "--out", "run", "--", *script("plain_single.py")), tmp_path)
-    assert done.code == 0, done.err
+def test_device_metrics_on_a_machine_without_a_gpu_are_null(with_options: tuple[Done, Path]) -> None:
+    done, run = with_options
     (line,) = done.said
     assert "rank 0: device metrics are not recorded: RuntimeError: this process uses no GPU" in line
-    assert losses(done) == single_alone != []
-    assert {row["sm_clock_mhz"] for row in metrics(tmp_path / "run")} == {None}
-    assert load(tmp_path / "run").table(device_counters.device_counters).is_empty()
+    assert {row["sm_clock_mhz"] for row in metrics(run)} == {None}
+    assert load(run).table(device_counters.device_counters).is_empty()
 
 
 def test_a_full_disk_costs_the_trace_and_not_the_training(tmp_path: Path, single_alone: list[str]) -> None:

@@ -1,11 +1,10 @@
 """Public traces of which a part was taken away: the report says what is missing, and judges only what is there."""
 
-import gzip
-import json
 from pathlib import Path
 
 import pytest
 
+from tests.support.kineto_files import read_recording, write_recording
 from tracekit.analysis.parallelism import group_axes
 from tracekit.ingest.loader import load
 from tracekit.replay.graph import causes, savings
@@ -22,7 +21,7 @@ HOST = {"cpu_op", "user_annotation", "python_function"}
 def without(tmp_path):
     if not TRACE.is_file():
         pytest.skip("the shared traces are not installed")
-    content = json.loads(gzip.decompress(TRACE.read_bytes()))
+    content = read_recording(TRACE)
 
     def cut(categories, *, after=0.0):
         """Return the report and its text without events of some categories, of those that start after a share."""
@@ -30,7 +29,7 @@ def without(tmp_path):
         first = kernels[int(after * len(kernels))]
         kept = [e for e in content["traceEvents"] if e.get("cat") not in categories or (after and e["ts"] < first)]
         path = tmp_path / "rank0.json"
-        path.write_text(json.dumps(content | {"traceEvents": kept}))
+        write_recording(path, content | {"traceEvents": kept})
         run = load(path, cache=False)
         report = check(run)
         return report, text.render(report, run)

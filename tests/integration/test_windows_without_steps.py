@@ -3,8 +3,6 @@
 The iterations of a loop are found by repetition; what does not repeat is one window.
 """
 
-import gzip
-import json
 import re
 import shutil
 from functools import partial
@@ -13,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import shared_findings
+from tests.support.kineto_files import read_recording, write_recording
 from tests.support.selection import others_in_accuracy
 from tracekit.ingest.loader import load
 from tracekit.rules.engine import check
@@ -28,10 +27,10 @@ def without_marks(folder, copy, only="*.json.gz", keep=lambda event: True):
     """Copy the traces and the manifest of a run, without the events that mark steps, and those not to `keep`."""
     copy.mkdir()
     for path in folder.glob(only):
-        content = json.loads(gzip.decompress(path.read_bytes()))
+        content = read_recording(path)
         events = [e for e in content["traceEvents"] if not MARKS.search(str(e.get("name", "")))]
         content["traceEvents"] = [event for event in events if keep(event)]
-        (copy / path.name.removesuffix(".gz")).write_text(json.dumps(content))
+        write_recording(copy / path.name.removesuffix(".gz"), content)
     if (folder / "run.json").exists():
         shutil.copy(folder / "run.json", copy)
     return load(copy)

@@ -3,6 +3,9 @@
 import gzip
 import json
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 BASE_NS = 1_790_000_000_000_000_000
 STEP_US = 1_000.0
@@ -53,6 +56,18 @@ def memory_event(at_us: float, *, address: int, delta: int, allocated: int, rese
     args |= {"Total Allocated": allocated, "Total Reserved": reserved}
     place = {"cat": "cpu_instant_event", "s": "t", "pid": 1, "tid": 1, "ts": at_us}
     return {"ph": "i", "name": "[memory]", **place, "args": args}
+
+
+def read_recording(path: Path) -> dict[str, Any]:
+    """The document of a recorded trace, by msgspec: json takes three times as long."""
+    document: dict[str, Any] = msgspec.json.decode(gzip.decompress(path.read_bytes()))
+    return document
+
+
+def write_recording(path: Path, document: dict[str, Any]) -> None:
+    """Write the document of a recorded trace, gzipped or not as its name says."""
+    data = msgspec.json.encode(document)
+    path.write_bytes(gzip.compress(data, 1) if path.suffix == ".gz" else data)
 
 
 def write(path: Path, content: dict[str, object], *, indent: int | None = None) -> Path:

@@ -10,7 +10,7 @@ from tracekit.analysis.checkpoint import saves
 from tracekit.model import schema
 from tracekit.model.memoize import memoize
 from tracekit.model.run import Run
-from tracekit.model.sweep_line import Ints
+from tracekit.model.sweep_line import Flags, Ints
 from tracekit.replay.graph import causes, dependency_graph, representative_ranks
 from tracekit.replay.graph.causes import contention, device_time
 from tracekit.replay.graph.causes.cause import Cause, Contention, Pricing
@@ -61,24 +61,63 @@ def step_durations(graph: Graph, played: Replay, *, unchanged: Replay | None = N
     with its last activity. The first begins as in the `unchanged` replay, if given: what happens sooner after the
     recording began saves time too.
     """
+    steps = _steps(graph)
+    return steps.frame.hstack([steps.replayed_ns(graph.done, played, unchanged=unchanged)])
+
+
+@dataclass(frozen=True, eq=False)
+class _Steps:
+    """Steps of a graph by rank and device, in order of time, and the nodes that begin and end them.
+
+    `frame` has columns window, rank, step, device, duration_ns. By row: the `first_node` of the step, whether the step
+    `is_first` of its rank and device, whether another one follows, and the number of its work in `number`, or -1.
+    """
+
+    frame: pl.DataFrame
+    first_node: Ints
+    is_first: Flags
+    is_followed: Flags
+    work_number: Ints
+    work: Ints
+    number: Ints
+
+    def replayed_ns(self, done: Ints, played: Replay, *, unchanged: Replay | None = None) -> pl.Series:
+        """Duration of each step in a replay, in ns; null where the step is the last one and has no work."""
+        begin_ns = played.start_ns[self.first_node]
+        if unchanged is not None:
+            begin_ns = np.where(self.is_first, unchanged.start_ns[self.first_node], begin_ns)
+        # One place more, for steps without work.
+        work_end_ns = np.full(self.number.max(initial=-1) + 2, np.iinfo(np.int64).min)
+        np.maximum.at(work_end_ns, self.number, played.end_ns[done[self.work]])
+        end_ns = np.where(self.is_followed, np.roll(begin_ns, -1), work_end_ns[self.work_number])
+        replayed_ns = pl.Series("replayed_ns", end_ns - begin_ns, pl.Int64)
+        has_no_end = ~self.is_followed & (self.work_number < 0)
+        return replayed_ns.set(pl.Series(has_no_end), None) if has_no_end.any() else replayed_ns
+
+
+@memoize
+def _steps(graph: Graph) -> _Steps:
     place = ["rank", "device"]
     windows = graph.windows.sort(*place, "start_ns")
-    first = windows["first"].to_numpy()
-    is_first = windows.select(pl.col("start_ns") == pl.col("start_ns").min().over(place)).to_series().to_numpy()
-    begins = np.where(is_first, (unchanged or played).start_ns[first], played.start_ns[first])
     work, number, places = _places_of_work(graph.frame)
-    last_end = np.full(places.height, np.iinfo(np.int64).min)
-    np.maximum.at(last_end, number, played.end_ns[graph.done[work]])
-    ends = places.hstack([pl.Series("own_end", last_end)])
-    rows = windows.with_columns(pl.Series("begin", begins, pl.Int64)).join(
-        ends, on=[*place, "step"], how="left", nulls_equal=True, maintain_order="left"
+    rows = windows.select(
+        "step",
+        *place,
+        "first",
+        window=pl.lit(graph.window, pl.Int64),
+        duration_ns=pl.col("end_ns") - pl.col("start_ns"),
+        is_first=pl.col("start_ns") == pl.col("start_ns").min().over(place),
+        is_followed=pl.col("start_ns").shift(-1).over(place).is_not_null(),
+    ).join(places.with_row_index("number"), on=[*place, "step"], how="left", nulls_equal=True, maintain_order="left")
+    return _Steps(
+        schema.select(rows, {name: dtype for name, dtype in REPLAY_COLUMNS.items() if name != "replayed_ns"}),
+        rows["first"].to_numpy(),
+        rows["is_first"].to_numpy(),
+        rows["is_followed"].to_numpy(),
+        rows["number"].cast(pl.Int64).fill_null(-1).to_numpy(),
+        work,
+        number,
     )
-    until = pl.col("begin").shift(-1).over(place)
-    return rows.with_columns(
-        pl.lit(graph.window, pl.Int64).alias("window"),
-        (pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns"),
-        (pl.coalesce(until, "own_end") - pl.col("begin")).alias("replayed_ns"),
-    ).pipe(schema.select, REPLAY_COLUMNS)
 
 
 def step_times_by_rank(table: pl.DataFrame) -> pl.DataFrame:
@@ -200,6 +239,7 @@ def host_time(run: Run, cause: Cause) -> pl.DataFrame:
     return pl.concat(parts).group_by("rank").agg(pl.col("removed_ns").sum()).sort("rank")
 
 
+@memoize
 def infers_waits(run: Run) -> bool:
     """Return whether event waits of streams are inferred, because the traces do not record them."""
     return any(bool((graph.edges.inferred & (graph.edges.kind == _EVENT)).any()) for graph in graphs_of(run))
@@ -209,7 +249,6 @@ _EVENT = "event"
 _INFERRED = 0.8
 _GUESSED = 0.5
 _UNSEEN = "preparation would overlap compute, which this recording never shows: the saving is smaller if that slows it"
-_KEY = ["window", "rank", "step", "device"]
 
 
 @memoize
@@ -223,32 +262,29 @@ def _saving(run: Run, removals: tuple[Removal, ...]) -> Saving:
         played = [(graph, *_without(graph, removals)) for graph in graphs_of(run)]
     except InsufficientDataError as error:
         return _unknown(names, str(error))
-    tables = []
+    without_ns, before_ns = [], []
     for graph, changed, then in played:
+        # Transforms change no step and no kind of work: those of the unchanged graph are found once.
+        after_ns = _steps(graph).replayed_ns(changed.done, then)
+        without_ns.append(after_ns)
         # On a CPU run, what the host does before the first op of a window is part of the first step.
         from_before = not graph.on_device or any(cause.is_before_window for cause in removed)
-        after = step_durations(changed, then)
-        from_unchanged = step_durations(changed, then, unchanged=graph.replayed) if from_before else after
         # How much sooner the first step begins than in the unchanged replay.
-        before_ns = pl.col("replayed_ns") - from_unchanged["replayed_ns"]
-        tables.append(after.select(*_KEY, without_ns="replayed_ns", before_ns=before_ns))
-    table = (
-        before.join(pl.concat(tables), on=_KEY, how="left", nulls_equal=True, maintain_order="left")
-        .with_columns(recorded_ns="duration_ns")
-        .with_columns(pl.col("duration_ns", "replayed_ns") + pl.col("before_ns"))
-        .with_columns((pl.col("replayed_ns") - pl.col("without_ns")).alias("saved_ns"))
-    )
+        sooner_ns = _steps(graph).replayed_ns(changed.done, then, unchanged=graph.replayed) if from_before else after_ns
+        before_ns.append(after_ns - sooner_ns)
+    table = _with_savings(before, pl.concat(without_ns), pl.concat(before_ns))
+    total_ns = _step_groups(run).total_ns
     # One denominator for all causes, unless texts say how much of the step is before the first device work.
-    run_ns = total_ns(table, "recorded_ns")
-    if total_ns(table, "duration_ns") - run_ns < MIN_BEFORE_RATIO * run_ns:
-        table = table.with_columns(duration_ns="recorded_ns")
+    run_ns = total_ns(before["duration_ns"])
+    if total_ns(table["duration_ns"]) - run_ns < MIN_BEFORE_RATIO * run_ns:
+        table = table.with_columns(before["duration_ns"])
     for late in (removal for removal in removals if removal.cause.pricing is Pricing.LATE_RANKS):
         for graph in graphs_of(run):
             table = device_time.with_late_ranks(table, late.ranks or graph.late_ranks)
-    per = table.select("window", "step").n_unique()
-    recorded_ns, replayed_ns = (total_ns(table, name) for name in ("duration_ns", "replayed_ns"))
-    saved_ns = _of_recorded(replayed_ns - total_ns(table, "without_ns"), recorded_ns, replayed_ns) // per
-    before_steps_ns = (replayed_ns - total_ns(before, "replayed_ns")) // per
+    per = _step_groups(run).step_count
+    recorded_ns, replayed_ns = (total_ns(table[name]) for name in ("duration_ns", "replayed_ns"))
+    saved_ns = _of_recorded(replayed_ns - total_ns(table["without_ns"]), recorded_ns, replayed_ns) // per
+    before_steps_ns = (replayed_ns - total_ns(before["replayed_ns"])) // per
     step_ns = recorded_ns // per
     unseen = any(contention.extrapolates(graph, then) for graph, _, then in played)
     confidence = min(cause.confidence for cause in removed)
@@ -259,10 +295,52 @@ def _saving(run: Run, removals: tuple[Removal, ...]) -> Saving:
     ratio = saved_ns / step_ns if step_ns else 0.0
     notes = [_UNSEEN if unseen else "", _rare_saves(run, table) if CHECKPOINT in removed and saved_ns else ""]
     note = "; ".join(text for text in notes if text)
-    by_step = table.select(*STEP_COLUMNS)
-    return Saving(
-        names, saved_ns, ratio, step_ns, round(sure, 2), by_step, caveat=note, before_steps_ns=before_steps_ns
+    return Saving(names, saved_ns, ratio, step_ns, round(sure, 2), table, caveat=note, before_steps_ns=before_steps_ns)
+
+
+def _with_savings(before: pl.DataFrame, without_ns: pl.Series, before_ns: pl.Series) -> pl.DataFrame:
+    """Return steps with the columns of `STEP_COLUMNS`; `before_ns` is what each begins sooner without the cause."""
+    # By columns: one query of Polars costs more than all of it on a short run.
+    duration_ns, replayed_ns = (before[name] + before_ns for name in ("duration_ns", "replayed_ns"))
+    return before.with_columns(
+        duration_ns.alias("duration_ns"),
+        replayed_ns.alias("replayed_ns"),
+        without_ns.alias("without_ns"),
+        (replayed_ns - without_ns).alias("saved_ns"),
     )
+
+
+@dataclass(frozen=True)
+class _StepGroups:
+    """Where the steps of each rank and device begin in `replayed_steps`, and the ranks of each window among those."""
+
+    first_row: Ints
+    first_group: Ints
+    step_count: int
+
+    def total_ns(self, duration_ns: pl.Series) -> int:
+        """Total duration of all windows in ns, each on its slowest rank, as `total_ns` returns it."""
+        per_rank = np.add.reduceat(duration_ns.fill_null(0).to_numpy(), self.first_row)
+        return int(np.maximum.reduceat(per_rank, self.first_group).sum())
+
+
+@memoize
+def _step_groups(run: Run) -> _StepGroups:
+    """Groups of the steps of a run, which has at least one."""
+    steps = replayed_steps(run)  # by window, rank and device
+    group = steps.select(pl.struct("window", "rank", "device").rle_id().cast(pl.Int64)).to_series()
+    first_row = _first_of_equals(group.to_numpy())
+    first_group = _first_of_equals(steps["window"].to_numpy()[first_row])
+    return _StepGroups(first_row, first_group, steps.select("window", "step").n_unique())
+
+
+def _first_of_equals(values: Ints) -> Ints:
+    """Return where each group of equal neighbours begins.
+
+    >>> _first_of_equals(np.array([4, 4, 7, 4])).tolist()
+    [0, 2, 3]
+    """
+    return np.flatnonzero(np.diff(values, prepend=values[0] - 1))
 
 
 def _of_recorded(saved_ns: int, recorded_ns: int, replayed_ns: int) -> int:
