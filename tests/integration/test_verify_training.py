@@ -124,6 +124,12 @@ def test_a_rank_without_an_answer_is_ended_and_named(function: str, words: str, 
     assert processes.answers(case)[0]["error"].startswith(words) or words in processes.answers(case)[0]["error"]
 
 
+def test_a_rank_that_exits_is_the_reason_that_the_others_fail() -> None:
+    results = verified("exits_on_rank_1", "ddp")["ddp"]
+    assert report.verdict(results) == FAILED
+    assert (results[0].error_rank, results[0].error) == (1, "ended with exit code 7")
+
+
 @pytest.mark.parametrize(
     "target",
     [
