@@ -34,9 +34,10 @@ def answers(case: "Case") -> list[dict[str, Any]]:
             process.start()
     try:
         is_late = _join(ranks, time.monotonic() + case.timeout_s)
+        codes = [process.exitcode for process in ranks]  # None for those that are ended now
     finally:
         _end(ranks)
-    return [_answer(case, rank, process, is_late=is_late) for rank, process in enumerate(ranks)]
+    return [_answer(case, rank, code, is_late=is_late) for rank, code in enumerate(codes)]
 
 
 def _serve(case: "Case", rank: int) -> None:
@@ -77,10 +78,11 @@ def _path(case: "Case", rank: int) -> Path:
     return Path(case.folder) / f"{case.name}-{rank}.json"
 
 
-def _answer(case: "Case", rank: int, process: BaseProcess, *, is_late: bool) -> dict[str, Any]:
+def _answer(case: "Case", rank: int, code: int | None, *, is_late: bool) -> dict[str, Any]:
     path = _path(case, rank)
     if path.exists():
         loaded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return loaded
-    error = f"no answer within {case.timeout_s:g} s" if is_late else f"ended with exit code {process.exitcode}"
-    return {"error": error, "has_answered": False}
+    if code is not None:
+        return {"error": f"ended with exit code {code}", "has_exited": True}
+    return {"error": f"no answer within {case.timeout_s:g} s" if is_late else "ended, as another rank had failed"}

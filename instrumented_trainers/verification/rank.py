@@ -109,8 +109,8 @@ def _one_line(error: BaseException) -> str:
 
 def _build(case: Case, result: Answer) -> UserTraining:
     training = user_training.load(case.target, steps=case.steps)
-    if (count := user_training.without_dropout(training.model)) and case.strategy == ONE_PROCESS:
-        result.notes.append(f"dropout is switched off in {count} modules: ranks draw other masks than one process")
+    if user_training.switch_dropout_off(training.model) and case.strategy == ONE_PROCESS:
+        result.notes.append("dropout is switched off: ranks draw other masks than one process")
     if case.precision == FP64:
         torch.set_default_dtype(torch.float64)
         training.model.double()

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -107,11 +106,6 @@ def tied_names(model: nn.Module) -> list[list[str]]:
     for name, parameter in parameters(model).items():
         names.setdefault(id(parameter), []).append(name)
     return [group for group in names.values() if len(group) > 1]
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP2 shards the model."""
-    return isinstance(model, FSDPModule)
 
 
 def _is_floating(value: Any) -> bool:

@@ -66,11 +66,12 @@ def _case(settings: Settings, strategy: str, precision: str, folder: str, *, ran
 
 
 def _result(settings: Settings, strategy: str, precision: str, folder: str) -> dict[str, Any]:
-    """Result of a strategy in a precision: that of the rank whose error came first, and all ranks' differences."""
+    """Result of a strategy in a precision: the error that explains the others, and all ranks' differences."""
     answers = processes.answers(_case(settings, strategy, precision, folder, ranks=settings.ranks))
     failing = [(rank, answer) for rank, answer in enumerate(answers) if answer["error"] is not None]
-    explained = [(rank, answer) for rank, answer in failing if answer.get("phase")] or failing
-    rank, first_error = explained[0] if explained else (None, {})
+    # A rank that exited without a word lets the others fail in a collective; else those that can say why come first.
+    failing.sort(key=lambda item: (not item[1].get("has_exited", False), not item[1].get("phase")))
+    rank, first_error = failing[0] if failing else (None, {})
     answered = [answer for answer in answers if answer.get("phase")]
     differences = [difference for answer in answered for difference in answer["differences"]]
     return {

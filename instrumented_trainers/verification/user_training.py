@@ -75,16 +75,16 @@ def in_fp64(batch: Any) -> Any:
     return tree_map(lambda value: value.double() if _is_floating(value) else value, batch)
 
 
-def without_dropout(model: nn.Module) -> int:
-    """Switch dropout off, as ranks draw other masks than one process; return in how many modules."""
-    count = 0
+def switch_dropout_off(model: nn.Module) -> bool:
+    """Switch dropout off, as ranks draw other masks than one process; return whether a module had some."""
+    had_dropout = False
     for module in model.modules():
         attribute = "p" if isinstance(module, nn.modules.dropout._DropoutNd) else "dropout"
         probability = getattr(module, attribute, None)
         if isinstance(probability, float) and probability > 0:
             setattr(module, attribute, 0.0)
-            count += 1
-    return count
+            had_dropout = True
+    return had_dropout
 
 
 def _is_floating(value: Any) -> bool:

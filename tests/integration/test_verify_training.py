@@ -17,6 +17,7 @@ from instrumented_trainers.verification.difference import difference, is_scale
 from instrumented_trainers.verification.rank import NATIVE, ONE_PROCESS, Case
 from instrumented_trainers.verification.run import Settings, verify
 from tests.support import cli_runner
+from tracekit.errors import InputError
 from tracekit.report import training_verification as report
 from tracekit.report.training_verification import FAILED, REFUSED, RIGHT, WRONG, Difference, Result
 
@@ -57,11 +58,10 @@ def test_gradients_that_are_summed_over_ranks_are_twice_as_large() -> None:
     assert {round(each.ratio or 0, 9) for each in gradients} == {2.0}
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_an_unsynchronized_buffer_is_the_first_difference(strategy: str) -> None:
-    difference = first("unsynchronized_buffer", strategy)
+def test_an_unsynchronized_buffer_is_the_first_difference() -> None:
+    difference, *others = verified("unsynchronized_buffer", "fsdp2")["fsdp2"][0].differences
     assert (difference.step, difference.quantity, difference.name) == (1, "buffer", "last.mean")
-    later = {(each.step, each.name) for each in verified("unsynchronized_buffer", strategy)[strategy][0].differences}
+    later = {(each.step, each.name) for each in others}
     assert (2, "last") in later
     assert (2, "layers.1") not in later
 
@@ -124,18 +124,30 @@ def test_a_rank_without_an_answer_is_ended_and_named(function: str, words: str, 
     assert processes.answers(case)[0]["error"].startswith(words) or words in processes.answers(case)[0]["error"]
 
 
-@pytest.mark.parametrize("function", ["random_loss", "odd_batches", "no_training", "raises", "missing"])
-def test_what_cannot_be_verified_is_one_line(function: str) -> None:
-    done = cli_runner.tracekit("verify-training", f"{SCRIPT}:{function}", "--strategy", "ddp", "--steps", "1")
-    assert done.returncode == 2
-    assert "verified_trainings.py" in cli_runner.only_line(done)
+def test_a_rank_that_exits_is_the_reason_that_the_others_fail() -> None:
+    results = verified("exits_on_rank_1", "ddp")["ddp"]
+    assert report.verdict(results) == FAILED
+    assert (results[0].error_rank, results[0].error) == (1, "ended with exit code 7")
 
 
-@pytest.mark.parametrize("target", ["missing.py:training", "no_such_module:training", "train.py", "tracekit:"])
-def test_a_target_without_a_function_is_one_line(target: str) -> None:
-    done = cli_runner.tracekit("verify-training", target)
+@pytest.mark.parametrize(
+    "target",
+    [
+        *(f"{SCRIPT}:{function}" for function in ("random_loss", "odd_batches", "no_training", "missing")),
+        *("missing.py:training", "no_such_module:training", "train.py", "tracekit:"),
+    ],
+)
+def test_what_cannot_be_verified_is_an_error_that_names_it(target: str) -> None:
+    verification = json.dumps(verify(Settings(target, ("ddp",), steps=1, timeout_s=300))).encode()
+    with pytest.raises(InputError) as error:
+        report.read(verification)
+    assert target.partition(":")[0] in str(error.value)
+
+
+def test_an_error_of_the_user_s_code_is_one_line() -> None:
+    done = cli_runner.tracekit("verify-training", f"{SCRIPT}:raises", "--strategy", "ddp", "--steps", "1")
     assert done.returncode == 2
-    assert target.partition(":")[0] in cli_runner.only_line(done)
+    assert "KeyError: 'corpus' (verified_trainings.py, line" in cli_runner.only_line(done)
 
 
 def test_the_exit_code_says_whether_all_strategies_are_right() -> None:

@@ -123,7 +123,7 @@ MESSAGES = (
 """Commands whose lines are as long as they are: a terminal wraps them."""
 WITHOUT_NUMBERS = (
     *("query", "rule", "term", "metric", "faults", "export", "export of metrics", "scrub"),
-    *("save a baseline", "update a baseline", "add to a history"),
+    *("save a baseline", "update a baseline", "add to a history", "verification"),
 )
 """What they print has no number with a unit."""
 

@@ -125,7 +125,8 @@ def headline(verification: Verification, verdicts: Mapping[str, str]) -> str:
     if len(right) == len(verdicts):
         return f"{verification.target} trains as in one process under {_listed(right)} ({amount})."
     others = ", ".join(f"{strategy} {_PREDICATES[word]}" for strategy, word in verdicts.items() if word != RIGHT)
-    return f"{verification.target}: {others}; right under {_listed(right) or 'none'} ({amount})."
+    rest = f"; right under {_listed(right)}" if right else ""
+    return f"{verification.target}: {others}{rest} ({amount})."
 
 
 _PREDICATES = {WRONG: "differs from one process", REFUSED: "refuses it", FAILED: "fails"}
@@ -173,8 +174,8 @@ def _details(strategy: str, results: Sequence[Result], verification: Verificatio
                 )
             )
     if failing := next((result for result in results if result.error is not None), None):
-        place = f"in {failing.phase}" if failing.phase else f"rank {failing.error_rank}"
-        lines.append(line(f"{strategy}: {place}: {failing.error}"))
+        place = failing.phase or f"rank {failing.error_rank}"
+        lines.append(line(f"{strategy}, {place}: {failing.error}"))
     return lines
 
 
@@ -205,7 +206,7 @@ def _table(verification: Verification, verdicts: Mapping[str, str]) -> Cells:
 
 def _largest(result: Result | None) -> str:
     """The largest difference, relative; "" where the strategy did not get so far."""
-    if result is None or not result.compared_count:
+    if result is None or (result.error is not None and not result.differences):
         return ""
     if not result.differences:
         return f"{result.largest:.1e}"
