@@ -11,8 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 from torch.optim import SGD, AdamW
 
@@ -322,6 +324,29 @@ def batches_left_out(model: Any, side: Side) -> list[Any]:
     return []
 
 
+def averaged_by_hand(model: Any, side: Side) -> list[Any]:
+    """What is left of data parallelism by hand: an all-reduce of each gradient."""
+    optimizer = SGD(model.parameters(), lr=0.05)
+    side.mean(squared(model), 0).backward()
+    for weight in model.parameters() if side.is_sharded else ():
+        dist.all_reduce(weight.grad)
+        weight.grad /= dist.get_world_size()
+    optimizer.step()
+    return []
+
+
+def broadcast_by_hand(model: Any, side: Side) -> list[Any]:
+    for weight in model.parameters() if side.is_sharded else ():
+        dist.broadcast(weight.detach(), 0)
+    return sgd(model, side)
+
+
+def within_ddp(side: Side) -> list[Any]:
+    """DDP around the sharded model, whose only weight has shards of equal sizes: it would find no difference."""
+    model = side.make(lambda: nn.Linear(WIDTH, 2 * WIDTH, bias=False))
+    return sgd(DistributedDataParallel(model), side)
+
+
 def per_sample_gradients(model: Any, side: Side) -> list[Any]:
     """DP-SGD by torch.func: a gradient for each sample."""
 
@@ -523,6 +548,9 @@ RECIPES: dict[str, Recipe] = {
     "scaled by hand": loop(scaled_by_hand),
     "gradients left out": loop(gradients_left_out),
     "batches left out": loop(batches_left_out),
+    "gradients averaged by hand": loop(averaged_by_hand),
+    "weights broadcast by hand": loop(broadcast_by_hand),
+    "within DDP": within_ddp,
     "per-sample gradients": loop(per_sample_gradients),
     "steered": loop(steered),
     "scaled in backward": loop(scaled_in_backward),

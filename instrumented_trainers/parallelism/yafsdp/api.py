@@ -37,6 +37,7 @@ from instrumented_trainers.parallelism.yafsdp.refusals import (
     refuse_transforms,
     refuse_unreduced_gradients,
 )
+from instrumented_trainers.parallelism.yafsdp.registrations import watch_registrations
 from instrumented_trainers.parallelism.yafsdp.shard_tensor import Shard
 from instrumented_trainers.parallelism.yafsdp.sharded_functions import replace_functions
 from instrumented_trainers.parallelism.yafsdp.unit import Unit, UnitEngine
@@ -117,6 +118,7 @@ def fully_shard(
     unit = Unit(module, parameters, ranks=ranks, device=device, policy=policy, buffers=buffers, offload=offload_policy)
     replace_functions(unit)
     _hook_optimizers()
+    watch_registrations()
     unit.owns_slots, unit.left_out = reshard_after_forward is False, bool(left_out)
     unit.keeps_whole_gradients = keep_whole_gradients
     for parameter in parameters:

@@ -45,8 +45,8 @@ from instrumented_trainers.parallelism.yafsdp.refusals import (
     refuse_weights_changed_in_forward,
     unit_label,
 )
+from instrumented_trainers.parallelism.yafsdp.registrations import UnshardedParameters
 from instrumented_trainers.parallelism.yafsdp.unit import Unit
-from instrumented_trainers.parallelism.yafsdp.unsharded_parameters import UnshardedParameters
 
 _HOOKED = "_yafsdp_hooked"  # on a tensor that is no output: the computation at whose gradient it was hooked
 

@@ -619,8 +619,14 @@ _HANDLERS: dict[str, Handler] = (
 _HANDLERS_OF: dict[Any, Handler] = {}
 """The handlers by function, of those that have been called."""
 
-_ADVICE = dict.fromkeys(
-    ["grad", "backward"],
-    ". backward(inputs=…) and autograd.grad give no gradients of sharded parameters, as modules compute with whole "
-    "weights; call loss.backward(), then read .grad",
-)
+_ADVICE = {
+    **dict.fromkeys(
+        ("grad", "backward"),
+        ". backward(inputs=…) and autograd.grad give no gradients of sharded parameters, as modules compute with whole "
+        "weights; call loss.backward(), then read .grad",
+    ),
+    **dict.fromkeys(
+        ("all_reduce", "reduce", "broadcast"),
+        ". Gradients are means over all ranks already, and weights are of one model: leave such collectives out",
+    ),
+}

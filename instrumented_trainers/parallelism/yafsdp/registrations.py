@@ -1,4 +1,4 @@
-"""Parameters that a model gets after it was sharded: no unit has them, so each rank would train its own."""
+"""What is put into modules after a model was sharded: parameters that no unit has, and the model itself into DDP."""
 
 import functools
 
@@ -7,7 +7,9 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.parallel import DistributedDataParallel
 
+from instrumented_trainers.parallelism.yafsdp.module import units_in
 from instrumented_trainers.parallelism.yafsdp.shard_tensor import Shard
 
 _registration_count = 0
@@ -21,7 +23,6 @@ class UnshardedParameters:
     """
 
     def __init__(self, root: nn.Module) -> None:
-        _count_registrations()
         self._root = root
         self._checked_count = -1
 
@@ -44,11 +45,21 @@ class UnshardedParameters:
 
 
 @functools.cache
-def _count_registrations() -> None:
-    register_module_module_registration_hook(_count_registration)
+def watch_registrations() -> None:
+    """Look at what is put into modules of this process from now on."""
+    register_module_module_registration_hook(_watch_module)
     register_module_parameter_registration_hook(_count_registration)
 
 
 def _count_registration(*_: object) -> None:
     global _registration_count
     _registration_count += 1
+
+
+def _watch_module(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    _count_registration(parent, name)
+    if isinstance(parent, DistributedDataParallel) and child is not None and any(True for _ in units_in(child)):
+        raise RuntimeError(
+            "YaFSDP: DistributedDataParallel would write rank 0's shards to all ranks, and average gradients that are "
+            "means over ranks already; train the sharded model itself (for replicas: a mesh of two dims)"
+        )
