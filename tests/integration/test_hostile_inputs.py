@@ -325,7 +325,7 @@ def fields_of(value, *place):
 
 
 @pytest.mark.parametrize(
-    ("half", "value"), others_in_accuracy(itertools.product(HALVES, OF_ANOTHER_TYPE), EVERYDAY_HALVES[:2])
+    ("half", "value"), others_in_accuracy(itertools.product(HALVES, OF_ANOTHER_TYPE), EVERYDAY_HALVES)
 )
 def test_any_field_of_a_hang_dump_may_be_of_another_type(tmp_path, half, value):
     for field in [*fields_of(DUMP)][HALVES[half] :: 2]:
