@@ -221,6 +221,18 @@ def turn_to(page, title):
     expect(current).to_have_text(title)
 
 
+def open_part(page, title):
+    """Open a part of a page that is folded, again where it was drawn anew meanwhile: the click is lost."""
+    part = page.locator("details").filter(has=page.locator("summary").filter(has_text=title)).first
+    for _ in range(5):
+        settle(page)
+        part.locator("summary").click()
+        with contextlib.suppress(AssertionError):
+            expect(part).to_have_attribute("open", "", timeout=30_000)
+            return
+    expect(part).to_have_attribute("open", "")
+
+
 @dataclass(frozen=True)
 class Server:
     """The dashboard, opened on a folder of runs."""
