@@ -143,6 +143,7 @@ def _record_reference(case: Case, result: Answer) -> None:
         with outputs.recorded() as values, coarsest if step == 0 else contextlib.nullcontext():
             loss = training.loss(training.model, batch)
         _check_loss(loss)
+        _refuse_infinite_loss(loss, step)
         loss.backward()
         gradients = {name: recording.gradient(parameter) for name, parameter in parameters.items()}
         optimizer.step()
@@ -198,6 +199,15 @@ def _check_loss(loss: Any) -> None:
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         shape = f" of the shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
         raise UnusableTrainingError(f"loss returned {type(loss).__name__}{shape}; return the mean loss of the batch")
+
+
+def _refuse_infinite_loss(loss: Tensor, step: int) -> None:
+    """Raise UnusableTrainingError for a loss after which all values are alike, whatever the ranks compute: NaN."""
+    if not bool(loss.isfinite()):
+        raise UnusableTrainingError(
+            f"the loss of step {step + 1} is {float(loss):g} in one process, so nothing can be compared; return a "
+            "training whose losses are finite"
+        )
 
 
 # Ranks ----------------------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def verify(settings: Settings) -> dict[str, Any]:
         "ranks": settings.ranks,
         "steps": settings.steps,
         "model": native.get("model"),
-        "error": None if usable else _unusable(references),
+        "error": None if usable else _unusable(settings.target, references),
         "fp64_error": references[FP64].get("error"),
         "notes": native.get("notes", []),
         "results": results,
@@ -56,9 +56,13 @@ def _usable_precisions(references: Mapping[str, dict[str, Any]]) -> list[str]:
     return [precision for precision, reference in references.items() if reference["error"] is None]
 
 
-def _unusable(references: Mapping[str, dict[str, Any]]) -> str:
-    first = next((one for one in references.values() if one.get("is_unusable")), references[NATIVE])
-    return str(first["error"])
+def _unusable(target: str, references: Mapping[str, dict[str, Any]]) -> str:
+    """Why nothing can be verified: what the function returned, or what one process raised. It names the target."""
+    for reference in references.values():
+        if reference.get("is_unusable"):
+            error = str(reference["error"])
+            return error if error.startswith(target.rpartition(":")[0] or target) else f"{target}: {error}"
+    return f"{target}: in one process: {references[NATIVE]['error']}"
 
 
 def _case(settings: Settings, strategy: str, precision: str, folder: str, *, ranks: int) -> Case:

@@ -133,7 +133,10 @@ def test_a_rank_that_exits_is_the_reason_that_the_others_fail() -> None:
 @pytest.mark.parametrize(
     "target",
     [
-        *(f"{SCRIPT}:{function}" for function in ("random_loss", "odd_batches", "no_training", "missing")),
+        *(
+            f"{SCRIPT}:{function}"
+            for function in ("random_loss", "odd_batches", "no_training", "missing", "infinite_loss")
+        ),
         *("missing.py:training", "no_such_module:training", "train.py", "tracekit:"),
     ],
 )

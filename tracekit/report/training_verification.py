@@ -80,7 +80,7 @@ def read(data: bytes) -> Verification:
             f"the ranks reported something else than a verification ({error}); run it again with --debug"
         ) from error
     if verification.error is not None:
-        raise InputError(f"{verification.target}: in one process: {verification.error}")
+        raise InputError(verification.error)
     return verification
 
 

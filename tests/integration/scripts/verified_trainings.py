@@ -175,6 +175,10 @@ def random_loss():
     return Model(), lambda model, batch: loss(model, batch) * torch.rand(()), batches()
 
 
+def infinite_loss():
+    return Model(), lambda model, batch: loss(model, batch) / 0, batches()
+
+
 def odd_batches():
     return Model(), loss, [{"tokens": torch.randint(VOCABULARY, (3, 6)), "shift": 1}]
 
