@@ -102,16 +102,18 @@ def test_the_folder_is_hostile(hostile: Path):
     assert has_executed(hostile)
 
 
+VERIFIED = Path(__file__).parent / "scripts" / "verified_trainings.py"
 COMMANDS = {
     "check": "check rank0.json --fail-on never",
     "check by processes": "check rank0.json --fail-on never --executor processes",
     "check by Dask": "check rank0.json --fail-on never --executor dask --cluster local:1",
     "query": "query rank0.json 'SELECT count(*) FROM ops'",
     "export": "export rank0.json --format html --view kernels --output page.html",
+    "verify-training": f"verify-training {VERIFIED}:right --strategy ddp --steps 1",
 }
 
 
-@pytest.mark.parametrize("name", others_in_accuracy(COMMANDS, ["check by Dask", "export"]))
+@pytest.mark.parametrize("name", others_in_accuracy(COMMANDS, ["check by Dask", "export", "verify-training"]))
 def test_no_command_imports_from_the_current_folder(hostile: Path, name: str):
     done = in_folder(hostile, *shlex.split(COMMANDS[name]))
     assert done.returncode == 0, done.stderr
@@ -194,12 +196,13 @@ def test_the_action_imports_nothing_from_the_checkout(hostile: Path, tmp_path: P
 
 ROOMS = ("tracekit", "dashboard", "instrumented_trainers")
 # Places that may name the interpreter or a start method: the module of commands itself, the user's own training script,
-# and the two users of multiprocessing, which start their processes within `python_child.safe_path()`.
+# and the users of multiprocessing, which start their processes within `python_child.safe_path()`.
 STARTERS = {
     "tracekit/conventions/python_child.py",
     "tracekit/capture/launcher/launch.py",
     "tracekit/executors/processes.py",
     "instrumented_trainers/launch.py",
+    "instrumented_trainers/verification/processes.py",
 }
 
 
