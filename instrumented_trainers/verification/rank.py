@@ -140,7 +140,7 @@ def _record_reference(case: Case, result: Answer) -> None:
     for step, batch in enumerate(batches):
         result.phase = f"step {step + 1}"
         optimizer.zero_grad()
-        with outputs.recorded() as values, coarsest if step == 0 else contextlib.nullcontext():
+        with outputs.recording() as values, coarsest if step == 0 else contextlib.nullcontext():
             loss = training.loss(training.model, batch)
         _check_loss(loss)
         _refuse_infinite_loss(loss, step)
@@ -228,7 +228,7 @@ def _compare_steps(case: Case, rank: int, result: Answer) -> None:
         result.phase = f"step {step + 1}" if step else _FIRST_FORWARD
         reference = torch.load(case.reference(step), weights_only=True)
         optimizer.zero_grad()
-        with outputs.recorded() as values:
+        with outputs.recording() as values:
             loss = training.loss(model, user_training.part_of(batch, rank, case.parts))
         result.phase = f"step {step + 1}"
         loss.backward()

@@ -27,7 +27,7 @@ class Outputs:
             module.register_forward_hook(self._hook(plain_name(name)))
 
     @contextmanager
-    def recorded(self) -> Iterator[dict[str, Tensor]]:
+    def recording(self) -> Iterator[dict[str, Tensor]]:
         """Outputs of the calls inside. What is computed again in backward is not recorded."""
         self._values, self._bytes, self._is_recording = {}, 0, True
         try:

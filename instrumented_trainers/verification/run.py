@@ -85,7 +85,7 @@ def _result(settings: Settings, strategy: str, precision: str, folder: str) -> d
         "error_rank": rank,
         "phase": first_error.get("phase"),
         "is_refused": first_error.get("is_refused", False),
-        "differences": _merged(differences),
+        "differences": _largest_by_place(differences),
         "difference_count": max((answer["difference_count"] for answer in answered), default=0),
         "compared_count": max((answer["compared_count"] for answer in answered), default=0),
         "largest": max((answer["largest"] for answer in answered), default=0.0),
@@ -93,7 +93,7 @@ def _result(settings: Settings, strategy: str, precision: str, folder: str) -> d
     }
 
 
-def _merged(differences: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _largest_by_place(differences: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Differences of all ranks in the order of computation: of equal places that of the rank that is furthest off."""
     merged: dict[tuple[Any, ...], dict[str, Any]] = {}
     for difference in differences:

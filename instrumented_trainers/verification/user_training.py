@@ -150,7 +150,7 @@ def _training(target: str, returned: Any, steps: int) -> UserTraining:
         raise UnusableTrainingError(
             f"{target} returned a model on {device}; return it on the CPU, small enough for that"
         )
-    batches = list(itertools.islice(_iterated(target, returned["batches"]), steps))
+    batches = list(itertools.islice(_batch_iterable(target, returned["batches"]), steps))
     if not batches:
         raise UnusableTrainingError(f"{target} returned no batches; return one for each step")
     for value in tree_leaves(batches):
@@ -162,7 +162,7 @@ def _training(target: str, returned: Any, steps: int) -> UserTraining:
     return UserTraining(model, returned["loss"], batches, optimizer, returned.get("units"), returned.get("shard"))
 
 
-def _iterated(target: str, batches: Any) -> Iterable[Any]:
+def _batch_iterable(target: str, batches: Any) -> Iterable[Any]:
     if isinstance(batches, Tensor | Mapping | str) or not isinstance(batches, Iterable):
         raise UnusableTrainingError(f"{target} returned {type(batches).__name__} as batches; return a list of batches")
     return batches

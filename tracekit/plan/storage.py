@@ -111,20 +111,20 @@ def _measure_load(folder: Path, load: Load, deadline_s: float) -> Measurement:
     def write(index: int, stop: threading.Event) -> int:
         return _write(files[index], load, blocks[index], deadline_s, stop, index=index)
 
-    write_s, written = _timed(load.threads, write)
+    write_s, written = _parallel_duration(load.threads, write)
     is_complete = written == load.threads * load.file_bytes
     read_s, read = (0.0, 0)
     if is_complete:
         for file in files:
             _drop_pages(file)
-        read_s, read = _timed(load.threads, lambda index, stop: _read(files[index], deadline_s, stop))
+        read_s, read = _parallel_duration(load.threads, lambda index, stop: _read(files[index], deadline_s, stop))
     for file in files:
         file.unlink(missing_ok=True)
     read_rate = read / read_s if read == written and read_s > 0 else None
     return Measurement(load.threads, load.file_bytes, load.fsync, written / write_s, read_rate, written, is_complete)
 
 
-def _timed(count: int, work: _Work) -> tuple[float, int]:
+def _parallel_duration(count: int, work: _Work) -> tuple[float, int]:
     """Seconds from the common start of so many threads to the end of the last, and the sum of what each returns.
 
     An interrupt stops all threads before it is raised: their files are about to be removed.

@@ -123,9 +123,9 @@ def headline(verification: Verification, verdicts: Mapping[str, str]) -> str:
     right = [strategy for strategy, word in verdicts.items() if word == RIGHT]
     amount = f"{units.count(verification.steps, 'step')} on {verification.ranks} ranks"
     if len(right) == len(verdicts):
-        return f"{verification.target} trains as in one process under {_listed(right)} ({amount})."
+        return f"{verification.target} trains as in one process under {_enumeration(right)} ({amount})."
     others = ", ".join(f"{strategy} {_PREDICATES[word]}" for strategy, word in verdicts.items() if word != RIGHT)
-    rest = f"; right under {_listed(right)}" if right else ""
+    rest = f"; right under {_enumeration(right)}" if right else ""
     return f"{verification.target}: {others}{rest} ({amount})."
 
 
@@ -221,16 +221,16 @@ def _model_line(model: Model) -> str:
     ]
     parts += [f"tied: {' = '.join(names)}" for names in model.tied]
     if model.frozen:
-        parts.append(f"frozen: {_shortened(model.frozen)}")
+        parts.append(f"frozen: {_first_names(model.frozen)}")
     if model.buffers:
-        parts.append(f"buffers: {_shortened(model.buffers)}")
+        parts.append(f"buffers: {_first_names(model.buffers)}")
     return f"{model.name}: {'; '.join(parts)}."
 
 
-def _shortened(names: Sequence[str]) -> str:
+def _first_names(names: Sequence[str]) -> str:
     more = len(names) - _LARGEST_SHOWN
     return ", ".join(names[:_LARGEST_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def _listed(names: Sequence[str]) -> str:
+def _enumeration(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))

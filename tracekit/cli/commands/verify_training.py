@@ -63,14 +63,14 @@ def verify_training(
     words = ["--ranks", str(ranks), "--steps", str(steps), "--timeout-s", f"{time_limit:g}", "--strategies", *names]
     from tracekit.report import training_verification as report
 
-    verification = report.read(_verified(target, words, limit_s=_START_S + 2 * (1 + len(names)) * time_limit))
+    verification = report.read(_verification_json(target, words, limit_s=_START_S + 2 * (1 + len(names)) * time_limit))
     table.write_document(report.document(verification))
     verdicts = [report.verdict(results) for results in report.by_strategy(verification).values()]
     if any(verdict != report.RIGHT for verdict in verdicts):
         raise typer.Exit(DIFFERS)
 
 
-def _verified(target: str, words: list[str], *, limit_s: float) -> bytes:
+def _verification_json(target: str, words: list[str], *, limit_s: float) -> bytes:
     """What the ranks reported, in JSON. What the user's code prints is shown with --debug only."""
     with tempfile.TemporaryDirectory(prefix="tracekit-") as folder:
         out, log = Path(folder, "verification.json"), Path(folder, "log")

@@ -292,14 +292,14 @@ class Answers:
         return dataclasses.asdict(plan)
 
     def _run(self, name: str) -> library.Run:
-        return self._opened(name).run
+        return self._open_run(name).run
 
     def _report(self, name: str) -> Report:
-        opened = self._opened(name)
+        opened = self._open_run(name)
         opened.report = opened.report or opened.run.check()
         return opened.report
 
-    def _opened(self, name: str) -> _OpenRun:
+    def _open_run(self, name: str) -> _OpenRun:
         path = self._roots.path(name)
         states = report_cache.run_states(path)
         stamp = states.stamp if states else ""

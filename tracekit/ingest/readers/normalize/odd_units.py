@@ -38,11 +38,11 @@ def with_durations_in_unit(slices: Slices, odd: OddValues) -> Slices:
     nested_ratio, crossing_ratio = _ratios(lane, start, dur)
     is_wrong = nested_ratio < _FLAT_RATIO or crossing_ratio > _WRONG_CROSSING_RATIO
     if is_wrong and _covers_the_rest(slices):
-        odd.host_scale = next((scale for scale in _SCALES if _nests(lane, start, _scaled(dur, scale))), 1.0)
+        odd.host_scale = next((scale for scale in _SCALES if _nests(lane, start, _durations_ns(dur, scale))), 1.0)
     odd.device_scale = _device_scale(slices.device.head(_SAMPLE), odd.host_scale)
     frames = zip((slices.host, slices.device), (odd.host_scale, odd.device_scale), strict=True)
     slices = Slices(*(with_scaled_durations(frame, scale) for frame, scale in frames))
-    dur_ns = _scaled(dur, odd.host_scale)
+    dur_ns = _durations_ns(dur, odd.host_scale)
     if 0 < np.median(dur_ns) < _LEAST_CALL_NS or np.quantile(dur_ns, _LONG_QUANTILE) < _LONG_CALL_NS:
         odd.call_ns = int(np.median(dur_ns))
     return slices
@@ -94,7 +94,7 @@ def _device_scale(device: pl.DataFrame, host_scale: float) -> float:
 
     def follow_each_other(scale: float) -> tuple[float, float]:
         """Share of activities that end when the next one of their stream begins, and share that end later."""
-        gap_ns = distance_ns - _scaled(dur, scale)[order[:-1]][is_pair]
+        gap_ns = distance_ns - _durations_ns(dur, scale)[order[:-1]][is_pair]
         return float((np.abs(gap_ns) <= _NEAR_NS).mean()), float((gap_ns < -_NEAR_NS).mean())
 
     if not len(distance_ns):
@@ -110,5 +110,5 @@ def _device_scale(device: pl.DataFrame, host_scale: float) -> float:
     return 1.0
 
 
-def _scaled(dur: Ints, scale: float) -> Ints:
+def _durations_ns(dur: Ints, scale: float) -> Ints:
     return np.asarray(np.rint(dur * scale), np.int64)
