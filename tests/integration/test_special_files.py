@@ -97,6 +97,7 @@ OPENERS = {
     "tracekit/capture/metrics.py",  # writes; /proc
     "tracekit/capture/profiler_session.py",  # its own pipe
     "tracekit/cli/output.py",  # writes
+    "tracekit/cli/commands/verify_training.py",  # what a process of its own wrote, in a folder of its own
     "tracekit/conventions/plain_pickles.py",  # writes
     "tracekit/conventions/regular_files.py",
     "tracekit/ingest/archives.py",  # members; writes
