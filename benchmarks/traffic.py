@@ -85,10 +85,11 @@ class Case:
 
 
 CASES = (
-    *(Case("ddp", ranks, micro_batches) for ranks in (2, 4) for micro_batches in (1, 4)),
-    *(Case("fsdp2", ranks, micro_batches) for ranks in (2, 4) for micro_batches in (1, 2, 4)),
-    *(Case("yafsdp", ranks, micro_batches) for ranks in (2, 4) for micro_batches in (1, 2, 4)),
+    *(Case("ddp", ranks, micro_batches) for ranks in (2, 3, 4) for micro_batches in (1, 4)),
+    *(Case("fsdp2", ranks, micro_batches) for ranks in (2, 3, 4) for micro_batches in (1, 2, 4)),
+    *(Case("yafsdp", ranks, micro_batches) for ranks in (2, 3, 4) for micro_batches in (1, 2, 4)),
     *(Case(strategy, 4, 2, recomputed_layers=4) for strategy in ("fsdp2", "yafsdp")),
+    *(Case(strategy, 2, 2, recomputed_layers=4) for strategy in ("fsdp2", "yafsdp")),
     *(Case("hsdp", 4, micro_batches, nodes=2) for micro_batches in (1, 2)),
     *(Case(strategy, ranks, 4) for strategy in ("fsdp2", "yafsdp") for ranks in (64, 1024)),
     *(Case("hsdp", 64, micro_batches, nodes=8) for micro_batches in (1, 4)),

@@ -10,8 +10,8 @@ from tests.support.cli_runner import ROOT
 from tracekit.conventions.strategies import DDP, FSDP2, HSDP, YAFSDP, ZERO1, ZERO1_SCATTERED, ZERO2
 
 PAGE = ROOT / "docs" / "lab" / "traffic.md"
-PADDING = 0.005
-"""Shards are padded to equal sizes."""
+PADDING, PADDED_WEIGHTS = 0.005, 0.02
+"""Shards are padded to equal sizes: YaFSDP's of a layer, FSDP2's of each weight, which three ranks cannot share."""
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.strategy}, {case.name}, {case.micro_batches}")
@@ -49,6 +49,7 @@ def test_the_page_has_the_formula_and_the_simulation() -> None:
 @pytest.mark.accuracy
 def test_real_trainings_send_what_the_formula_says() -> None:
     counted = traffic.counted_bytes(CASES)
-    assert len(counted) == 20
+    assert len(counted) == 30
     for case, sent in counted.items():
-        assert sent == pytest.approx(traffic.formula_bytes(case), rel=PADDING), case
+        is_uneven = case.strategy == "fsdp2" and case.ranks == 3
+        assert sent == pytest.approx(traffic.formula_bytes(case), rel=PADDED_WEIGHTS if is_uneven else PADDING), case
