@@ -115,6 +115,13 @@ def test_a_damaged_entry_is_named(change: dict[str, Any], problem: str) -> None:
         )
 
 
+def test_numbers_of_ranks_beyond_any_job_are_left_out() -> None:
+    content = dump([entry("all_reduce", 1, state="started")], groups=WORLD)
+    content["tracekit"] = {"rank": 1 << 62, "world_size": 1 << 62, "dead_ranks": [1, 1 << 62]}
+    parsed = flight_recorder.parse(content, rank=0, path="x")
+    assert (parsed.rank, parsed.world_size, parsed.dead_ranks) == (0, None, (1,))
+
+
 def test_a_list_that_contains_itself_is_refused() -> None:
     loop: list[Any] = []
     loop.append(loop)

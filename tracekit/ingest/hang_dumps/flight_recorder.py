@@ -231,14 +231,16 @@ def _with_extra(dump: RankDump, extra: Mapping[str, Any]) -> RankDump:
     return replace(
         dump,
         threads=tuple(_thread(thread, frames(thread.get("frames"))) for thread in threads),
-        world_size=_optional(extra.get("world_size")),
+        world_size=_rank_number(extra.get("world_size"), MAX_RANKS),
         written_ns=_optional(extra.get("written_ns")),
         reason=_text(extra.get("reason")),
         error=_text(extra.get("error")),
         host=_text(extra.get("host")),
         process_id=_optional(extra.get("pid")),
         stalled_ns=_optional(extra.get("stalled_ns")),
-        dead_ranks=tuple(rank for raw in _items(extra.get("dead_ranks")) if (rank := _optional(raw)) is not None),
+        dead_ranks=tuple(
+            rank for raw in _items(extra.get("dead_ranks")) if (rank := _rank_number(raw, MAX_RANKS - 1)) is not None
+        ),
     )
 
 
@@ -273,6 +275,12 @@ def _integer(value: Any) -> int:
 
 def _optional(value: Any) -> int | None:
     return value if type(value) is int and 0 <= value < _INT64 else None
+
+
+def _rank_number(value: Any, largest: int) -> int | None:
+    """A number of a rank or of ranks; None beyond what a job can have: lists of all ranks are made of it."""
+    number = _optional(value)
+    return number if number is not None and number <= largest else None
 
 
 def _time(value: Any) -> int | None:
