@@ -38,7 +38,7 @@ def with_named_steps(trace: Trace, name: str) -> Trace:
 
 def _steps(trace: Trace, name: str) -> Steps:
     spans = trace.ops.filter(pl.col("kind").is_in(_KINDS))
-    number = pl.col("name").str.extract(rf"^{re.escape(name)}[^a-zA-Z\d]*(\d{{1,15}})\W*$").cast(pl.Int64)
+    number = pl.col("name").str.extract(rf"^{re.escape(name)}[^a-zA-Z\d]*([0-9]{{1,15}})\W*$").cast(pl.Int64)
     named = spans.filter(pl.col("name") == name).with_columns(number=pl.lit(None, pl.Int64))
     if named.is_empty():
         named = spans.with_columns(number=number).filter(pl.col("number").is_not_null())

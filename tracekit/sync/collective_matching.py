@@ -101,7 +101,7 @@ def run_calls(run: Run) -> pl.DataFrame:
     table = run.table(calls)
     if not (table["op"] == PAIRED).any():
         return table
-    ranks = pl.col("members").str.extract_all(r"\d+").cast(pl.List(pl.Int64))
+    ranks = pl.col("members").str.extract_all(r"[0-9]+").cast(pl.List(pl.Int64))
     traced = table.group_by("window").agg(pl.col("rank").unique().alias("traced"))
     recorded = pl.col("rank").n_unique().over("window", "members")
     both_traced = ranks.list.set_difference("traced").list.len() == 0

@@ -75,7 +75,7 @@ def elementwise_chains(trace: Trace) -> pl.DataFrame:
         & pl.col("step").eq_missing(before["step"])
         & pl.col("operands").str.contains(before["result"], literal=True)
     )
-    size = before["result"].str.extract(r"\b(\d{1,18})\]$").cast(pl.Int64)
+    size = before["result"].str.extract(r"\b([0-9]{1,18})\]$").cast(pl.Int64)
     linked = _kernels(trace, calls).with_columns(
         pl.when(follows).then(size).otherwise(0).fill_null(0).alias("reread_bytes")
     )

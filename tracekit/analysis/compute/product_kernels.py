@@ -38,7 +38,7 @@ _LOW_RATIO = 0.35
 _TF32_RATIO, _MEMORY_RATIO = 0.5, 0.8
 """Shares of the peak in TF32, and of the memory bandwidth, that products without tensor cores would reach with them."""
 _TENSOR_CORE = r"(?i)tensorop|s1688|s16816|s884|h1688|h884|wmma"
-_ALIGN = r"_align(\d{1,9})(?:\D|$)"
+_ALIGN = r"_align([0-9]{1,9})(?:\D|$)"
 _16_BIT = r"(?i)f16|fp16|half"
 _FP32 = r"sgemm|simt_s|f32f32_f32f32_f32|implicit_convolve_s|scudnn|cudnn::(cnn|detail)::\w+<float"
 _CONVOLUTION = r"(?i)conv|cudnn|wgrad|dgrad|fprop"

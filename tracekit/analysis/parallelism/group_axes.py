@@ -297,7 +297,7 @@ def _usage(run: Run, calls: pl.DataFrame) -> pl.DataFrame:
     )  # fmt: skip
     with_lister = usage.with_columns(pl.col("lister").struct.field("window", "rank"))
     joined = with_lister.join(listed, on=of_rank, how="left", maintain_order="left")
-    pair = pl.col("pair").str.extract_all(r"\b\d{1,9}\b").cast(pl.List(pl.Int64))
+    pair = pl.col("pair").str.extract_all(r"\b[0-9]{1,9}\b").cast(pl.List(pl.Int64))
     return joined.with_columns(rank_lists.lists(joined["group_ranks"])).with_columns(
         pl.coalesce(pair, "group_ranks", "callers").alias("ranks")
     )

@@ -60,9 +60,10 @@ ACTIONS = schema.table(
     schema.column("source", "span (a schedule's span) or inferred (from sends, receives and phases).", pl.String()),
 )
 
-_TORCH = r"^PP:(?P<stage>\d{1,9})(?P<code>SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(?P<micro_batch>\d{1,9})$"
-_OVERLAPPED = r"^PP:\((\d{1,9})F(\d{1,9});(\d{1,9})(B|I)(\d{1,9})\)OVERLAP_F_B$"
-_BY_LOOP = r"^(?P<code>Forward|Backward) (?P<micro_batch>\d{1,9})$"
+# [0-9], not \d: of other scripts, which \d matches too, Polars makes no integer.
+_TORCH = r"^PP:(?P<stage>[0-9]{1,9})(?P<code>SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(?P<micro_batch>[0-9]{1,9})$"
+_OVERLAPPED = r"^PP:\(([0-9]{1,9})F([0-9]{1,9});([0-9]{1,9})(B|I)([0-9]{1,9})\)OVERLAP_F_B$"
+_BY_LOOP = r"^(?P<code>Forward|Backward) (?P<micro_batch>[0-9]{1,9})$"
 _FRAMEWORK = (
     r"(?:^|[:. ])(?P<code>forward_step|backward_step|_exec_forward_pass|_exec_backward_pass|"
     r"forward-compute|backward-compute)$"

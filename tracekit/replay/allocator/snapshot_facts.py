@@ -16,7 +16,7 @@ MAP_COLUMNS = {
     "op": pl.String,
 }  # fmt: skip
 _MOST_LETTERS = 80
-_STEP = r"ProfilerStep#(\d{1,15})(?:\D|$)"
+_STEP = r"ProfilerStep#([0-9]{1,15})(?:\D|$)"
 _OP = r"at::_ops::(\w+)::"
 # Of torch's own Python files, and of the interpreter's: nobody asks for memory there.
 _TORCH = r"/torch/|<frozen|<string>"

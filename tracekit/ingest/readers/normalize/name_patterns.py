@@ -10,7 +10,7 @@ from tracekit import conventions
 
 Flags = npt.NDArray[np.bool_]
 
-_STEP = r"^ProfilerStep#(\d{1,15})$"
+_STEP = r"^ProfilerStep#([0-9]{1,15})$"
 _COLLECTIVE_WORDS = (
     "all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|broadcast|send|recv|reduce|gather|scatter|barrier"
 )
