@@ -221,8 +221,8 @@ def turn_to(page, title):
     expect(current).to_have_text(title)
 
 
-def open_part(page, title):
-    """Open a part of a page that is folded, again where it was drawn anew meanwhile: the click is lost."""
+def expand(page, title):
+    """Expand a collapsed part of a page, and click again where a rerun of the page has lost the click."""
     part = page.locator("details").filter(has=page.locator("summary").filter(has_text=title)).first
     for _ in range(5):
         settle(page)

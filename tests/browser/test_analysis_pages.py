@@ -6,7 +6,7 @@ import pytest
 from playwright.sync_api import expect
 
 from tests.browser import conftest, grid, recorded
-from tests.browser.conftest import WAIT_MS, assert_clean, heard, open_part, settle, turn_to
+from tests.browser.conftest import WAIT_MS, assert_clean, expand, heard, settle, turn_to
 from tests.support import dashboard_pages
 
 pytestmark = pytest.mark.browser
@@ -152,7 +152,7 @@ def test_a_part_of_the_critical_path_leads_to_its_moment_with_the_path_as_the_to
 def test_memory_and_checkpoints_say_how_to_record_what_is_missing(at):
     page = at("Memory and checkpoints")
     _says(page, "profile_memory=True")
-    open_part(page, "Not in this run: checkpoints, goodput")
+    expand(page, "Not in this run: checkpoints, goodput")
     _says(page, "record_save")
     assert_clean(page)
 

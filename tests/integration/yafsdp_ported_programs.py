@@ -426,7 +426,7 @@ def forward_mode(model: Any, side: Side) -> list[Any]:
     return side.train(SGD(model.parameters(), lr=0.01), loss)
 
 
-def kept_on_host(model: Any, side: Side) -> list[Any]:
+def saved_on_host(model: Any, side: Side) -> list[Any]:
     """Tensors for backward are packed by hooks, as where they are offloaded to the host."""
 
     def loss(step: int, rank: int) -> Tensor:
@@ -559,7 +559,7 @@ RECIPES: dict[str, Recipe] = {
     "functional_call of a block": of_model(CallsBlockWithOthers),
     "functional_call of a part": of_model(lambda: Model(CallsPartWithOthers)),
     "forward mode": loop(forward_mode),
-    "saved on the host": loop(kept_on_host),
+    "saved on the host": loop(saved_on_host),
     "a cached parametrization": cached_parametrization,
     "added in place": of_model(lambda: Model(AddsInPlace)),
     "a cache of keys": cached_evaluation,

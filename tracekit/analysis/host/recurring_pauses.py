@@ -20,18 +20,18 @@ _DEVIATIONS = 2
 server, uniform between nothing and their longest, count whole, and a single interruption counts as any other step."""
 
 
-def recurring(pauses: pl.DataFrame, place: Sequence[str], misses_edge: pl.Expr) -> pl.DataFrame:
-    """The pauses at places that pause in all steps, or for long in more than half of them, each as long as it counts.
+def recurring(pauses: pl.DataFrame, place: Sequence[str], is_absent_at_edge: pl.Expr) -> pl.DataFrame:
+    """Pauses at places that have one in all steps, or a long one in more than half; pause_ns is the time in ns that counts.
 
     `pauses` has the columns of `place`, step, pause_ns, and of the place's device steps (their number) and mean_ns (of
-    a step). `misses_edge` tells of a place that it is not seen in the first or last step of a window, where the pause
-    is before the window or after it.
+    a step). `is_absent_at_edge` marks places without a pause in the first or last step of a window, where it is before
+    the window or after it.
     """
     pause_ns = pl.col("pause_ns")
     is_longer = pause_ns >= MAJORITY_PAUSE_RATIO * pl.col("mean_ns")
     in_most = (pl.col("step").filter(is_longer).n_unique().over(place) * 2 > pl.col("steps")) & is_longer
     seen_steps = pl.col("step").n_unique().over(place)
-    in_all = seen_steps == pl.col("steps") - misses_edge.cast(pl.Int64)
+    in_all = seen_steps == pl.col("steps") - is_absent_at_edge.cast(pl.Int64)
     median_ns = pause_ns.quantile(0.5, "lower").over(place)
     deviation_ns = (pause_ns - median_ns).abs().quantile(0.5, "lower").over(place)
     counted_ns = pl.min_horizontal(pause_ns, median_ns + _DEVIATIONS * deviation_ns).cast(pl.Int64)

@@ -239,8 +239,8 @@ def _recurring(graph: Graph, python_ns: Ints) -> Ints:
     """Python pauses that recur at the same place of the steps, in ns per node.
 
     On a CPU run the host shares its cores with other processes: a pause that occurs once is not due to training. What
-    the host does before the first op of the first step is not known: if all other steps pause there, it pauses as long
-    as the shortest of them.
+    the host does before the first op of the first step is not known: if the other steps pause there, it pauses for as
+    long as their median.
     """
     place = ["rank", "phase", "kind", "name", "nth"]
     in_steps = graph.frame.select("rank", "step", "start_ns", "end_ns").drop_nulls("step")
