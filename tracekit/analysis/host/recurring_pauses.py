@@ -21,7 +21,7 @@ server, uniform between nothing and their longest, count whole, and a single int
 
 
 def recurring(pauses: pl.DataFrame, place: Sequence[str], is_absent_at_edge: pl.Expr) -> pl.DataFrame:
-    """Pauses at places that have one in all steps, or a long one in more than half; pause_ns is the time in ns that counts.
+    """Pauses at places that have one in all steps, or a long one in most; pause_ns is the time in ns that counts.
 
     `pauses` has the columns of `place`, step, pause_ns, and of the place's device steps (their number) and mean_ns (of
     a step). `is_absent_at_edge` marks places without a pause in the first or last step of a window, where it is before
