@@ -81,7 +81,7 @@ class Case:
     @property
     def is_trained(self) -> bool:
         """Whether our trainers run it here: without a pipeline, on at most four ranks."""
-        return self.ranks <= 4 and self.pp == 1 and self.strategy != "zero1"
+        return self.ranks <= 4 and self.pp == 1
 
 
 CASES = (
@@ -93,8 +93,9 @@ CASES = (
     *(Case("hsdp", 4, micro_batches, nodes=2) for micro_batches in (1, 2)),
     *(Case(strategy, ranks, 4) for strategy in ("fsdp2", "yafsdp") for ranks in (64, 1024)),
     *(Case("hsdp", 64, micro_batches, nodes=8) for micro_batches in (1, 4)),
-    *(Case(strategy, 8, 8, pp=2) for strategy in ("ddp", "zero1", "fsdp2")),
-    *(Case(strategy, 8, 8, pp=2, schedule="interleaved") for strategy in ("zero1", "fsdp2")),
+    *(Case(strategy, 8, 8, pp=2) for strategy in ("ddp", "zero1", "zero1-scattered", "zero2", "fsdp2")),
+    *(Case("zero2", ranks, micro_batches, pp=4) for ranks in (8, 32) for micro_batches in (4, 16)),
+    *(Case(strategy, 8, 8, pp=2, schedule="interleaved") for strategy in ("zero1", "zero2", "fsdp2")),
     *(Case("fsdp2", 8, 8, pp=pp, divides_micro_batches=True) for pp in (2, 4)),
 )
 
@@ -130,7 +131,7 @@ def simulated_bytes(case: Case) -> float:
     model, layout = _model(case), None
     if case.pp > 1:
         stages = 2 if case.schedule == "interleaved" else 1
-        shards = strategies.STRATEGIES[case.strategy].shards_parameters
+        shards = strategies.GRADIENTS in strategies.STRATEGIES[case.strategy].sharded
         layout = laid_out(
             gpus=case.ranks, model=model, pp=case.pp, shards_data=shards, schedule=case.schedule, virtual_stages=stages
         )

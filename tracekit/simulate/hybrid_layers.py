@@ -5,6 +5,7 @@ sums: so a layer has two all-reduces forward and two backward, of batch × seque
 sequence parallelism an all-gather and a reduce-scatter in the place of each (arXiv 1909.08053, 2205.05198).
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -319,6 +320,17 @@ def reduces(job: Job) -> bool:
     return job.mesh.data_ranks > 1
 
 
+def reduces_each_micro_batch(job: Job) -> bool:
+    """Whether gradients are reduced in each micro-batch: under ZeRO-2, which stores none whole, or by a fault.
+
+    FSDP2 shards them too, but accumulates whole ones with `set_requires_gradient_sync(False)`, as pipelines do.
+    """
+    strategy = STRATEGIES[job.strategy]
+    return job.impairments.reduces_every_micro_batch or (
+        GRADIENTS in strategy.sharded and not strategy.shards_parameters
+    )
+
+
 def of_layer(job: Job, layer: int | None) -> list[Kernel]:
     """Return the reductions of a layer's gradients, its experts' among the ranks that share them; None: the root's."""
     ops = [c.op for c in STRATEGIES[job.strategy].collectives if c.when == BACKWARD and c.tensor == GRADIENTS]
@@ -353,11 +365,13 @@ def optimizer(job: Job, rank: int) -> list[Op]:
 
 
 def after_optimizer(job: Job, rank: int) -> list[Kernel]:
-    """Return the kernels that hand on the stepped weights: under zero1 each rank broadcasts its part."""
-    listed = STRATEGIES[job.strategy].collectives
+    """Return the kernels that hand on the stepped weights: ranks gather each layer, or each broadcasts its part."""
+    ops = {collective.op for collective in STRATEGIES[job.strategy].collectives if collective.when == AFTER_OPTIMIZER}
     ranks, total = job.mesh.data_ranks, parameters(job, rank)
-    if ranks == 1 or not any(c.when == AFTER_OPTIMIZER and c.op == BROADCAST for c in listed):
+    if ranks == 1 or not ops:
         return []
+    if ALL_GATHER in ops:
+        return [kernel for layer in _layers_of_rank(job, rank) for kernel in gathers(job, layer)]
     part = kernels.collective(
         BROADCAST, job.mesh.data_axis, program.REDUCE_STREAM, elements=total // ranks, ranks=ranks, dtype="BFloat16"
     )
@@ -366,10 +380,16 @@ def after_optimizer(job: Job, rank: int) -> list[Kernel]:
 
 def parameters(job: Job, rank: int) -> int:
     """Return the weights of a rank's stages on it."""
+    layers = _layers_of_rank(job, rank)
+    roots = layers.count(None)
+    return (len(layers) - roots) * sum(layer_parameters(job)) + roots * _root_parameters(job)[0]
+
+
+def _layers_of_rank(job: Job, rank: int) -> list[int | None]:
+    """Layers of a rank's stages; None for the embedding and for the head."""
     stages = job.mesh.stages_of(rank)
-    layers = sum(job.mesh.stage_layers[stage] for stage in stages)
-    roots = [0 in stages, job.mesh.stages - 1 in stages].count(True)
-    return layers * sum(layer_parameters(job)) + roots * _root_parameters(job)[0]
+    roots = [None] * [0 in stages, job.mesh.stages - 1 in stages].count(True)
+    return [*(layer for stage in stages for layer in job.mesh.layers_of(stage)), *roots]
 
 
 def state_bytes(job: Job, rank: int) -> int:
@@ -381,8 +401,10 @@ def state_bytes(job: Job, rank: int) -> int:
         size = strategies.FP32_SHARDS_ADAM
         return count * (weights + gradients) + count * (size.parameters + size.gradients + size.optimizer) // ranks
     size = strategies.MIXED_ADAM
-    shared = ranks if OPTIMIZER in STRATEGIES[job.strategy].sharded else 1
-    return count * (size.parameters + 2 * GATHERED_BYTES) + count * size.optimizer // shared
+    strategy = STRATEGIES[job.strategy]
+    gradient_bytes = strategy.per_rank(GRADIENTS, count * REDUCED_BYTES, ranks)
+    optimizer_bytes = strategy.per_rank(OPTIMIZER, count * size.optimizer, ranks)
+    return count * size.parameters + math.floor(gradient_bytes) + math.floor(optimizer_bytes)
 
 
 class Router:

@@ -95,7 +95,7 @@ class RankProgram(TrainingProgram):
 
     def _completes_gradients(self, action: Action) -> bool:
         is_last = action == self._last_of_stage[action.stage]
-        return action.kind in _ADD_GRADIENTS and (is_last or self.job.impairments.reduces_every_micro_batch)
+        return action.kind in _ADD_GRADIENTS and (is_last or hybrid_layers.reduces_each_micro_batch(self.job))
 
     def _gather(self, number: int) -> None:
         """Gather the sharded weights of all stages, where they are gathered once per step."""

@@ -11,8 +11,8 @@ from tracekit.errors import InputError
 from tracekit.plan.hardware import Hardware
 from tracekit.plan.models import Model
 
-HYBRID_STRATEGIES = tuple(strategy.name for strategy in (strategies.DDP, strategies.ZERO1, strategies.FSDP2))
-"""Data parallelism of each stage."""
+HYBRID_STRATEGIES = tuple(strategy.name for strategy in (strategies.DDP, strategies.ZERO1, *strategies.ZERO_STAGES[1:]))
+"""Data parallelism of each stage: ZeRO's stages 0 to 3, and torch's form of stage 1."""
 EXPERT_DATA = "dp_shard_of_experts"
 """The axis of the ranks that hold the same experts."""
 

@@ -10,6 +10,7 @@ import tracekit
 from tests.support.kineto_files import slice_, trace
 from tracekit.errors import BadTraceError
 from tracekit.ingest import decompression
+from tracekit.ingest.readers.kineto import header as kineto_header
 from tracekit.ingest.readers.kineto import reader, scan
 
 CONTENT = trace(0, steps=3)
@@ -142,6 +143,20 @@ def test_a_header_of_megabytes_costs_no_event(tmp_path, last):
     assert found.activities.equals(read(tmp_path, PLAIN).activities)
     assert found.header["moduleHierarchy"] == modules
     assert found.data_quality.is_empty()
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["before the events", "after the events"])
+def test_a_header_that_is_too_long_to_be_parsed_is_searched_for_what_matters(tmp_path, monkeypatch, last):
+    monkeypatch.setattr(kineto_header, "PARSED_BYTES", 1 << 19)
+    deep = '"stackFrames": ' + '[{"args":' * 99 + "1" + "}]" * 99
+    frames = ", ".join([deep] * 3_000)  # 3 MB, of which each MB would take 30 MB as objects
+    stated = '"distributedInfo": {"rank": 5, "world_size": 8}'
+    events = f'"traceEvents": {json.dumps(CONTENT["traceEvents"])}'
+    parts = [stated, frames, events] if not last else [events, frames, stated]
+    trace = read(tmp_path, f"{{{', '.join(parts)}}}".encode())
+    assert trace.activities.height == 6
+    assert trace.header == {"distributedInfo": {"rank": 5, "world_size": 8}}
+    assert "damaged_header" in trace.data_quality["kind"].to_list()
 
 
 def test_a_trace_without_events_is_read_as_empty(tmp_path):

@@ -28,7 +28,8 @@ class JobOptions:
         str | None,
         typer.Option(
             metavar="NAME",
-            help="ddp, fsdp1, fsdp2, hsdp, yafsdp or yafsdp-v1; with a layout ddp or zero1.  "
+            help="ddp, fsdp1, fsdp2, hsdp, yafsdp or yafsdp-v1; with a layout ddp, zero1, zero1-scattered, zero2 "
+            "or fsdp2.  "
             "[default: fsdp2; with a layout zero1]",
         ),
     ] = None
@@ -132,7 +133,7 @@ class JobOptions:
             pp=self.pp,
             tp=self.tp,
             ep=self.ep,
-            shards_data=self.strategy == strategies.FSDP2.name,
+            shards_data=self.strategy in (strategies.ZERO2.name, strategies.FSDP2.name),
             schedule=self.schedule or pipeline_schedules.ONE_F_ONE_B,
             virtual_stages=self.virtual_stages,
             sequence_parallel=self.sequence_parallel,

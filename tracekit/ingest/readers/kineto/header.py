@@ -14,6 +14,9 @@ Header: TypeAlias = dict[str, Any]
 
 _SEARCH_BYTES = 256 << 20  # a file that holds no events so far in is not a trace
 _TAIL_BYTES = 1 << 20
+PARSED_BYTES = 32 << 20
+"""Keys before or after the events that are parsed: parsed JSON takes up to 30 times its size. Those of longer ones that
+are worth saving are looked for in their first and last part."""
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
 _SPACES = b" \t\r\n\f\v"
 _FIRST_EVENT = re.compile(rb'\{\s*"ph"\s*:\s*"')
@@ -55,12 +58,39 @@ def find_events(blocks: Blocks, unread: Iterator[bytes]) -> tuple[bytes, bytes, 
 
 def parse_start(text: bytes) -> tuple[Header, bool]:
     """Return the keys before the events, and whether they could be read whole."""
+    if len(text) > PARSED_BYTES:
+        return _salvage_long(text[:PARSED_BYTES], text[-_TAIL_BYTES:]), False
     decoded = text.decode("utf-8", "replace").strip()
     try:
         keys = untrusted_json.parse(decoded.rstrip(",") + "}", strict=False) if decoded else {}
     except ValueError:
         return _salvage(decoded), False
     return (keys, True) if isinstance(keys, dict) else ({}, False)
+
+
+class Tail:
+    """What follows the events of a file: the first `PARSED_BYTES` of it, and the end."""
+
+    def __init__(self, start: bytes, unread: Iterator[bytes]) -> None:
+        """Read all blocks of `unread`, which follow `start`."""
+        first, self._last = bytearray(start), b""
+        for block in unread:
+            if len(first) <= PARSED_BYTES:
+                first += block
+            else:
+                self._last = (self._last + block)[-_TAIL_BYTES:]
+        self._first = first
+
+    @property
+    def is_blank(self) -> bool:
+        """Whether only white space follows the events."""
+        return not self._first.strip() and not self._last.strip()
+
+    def parse(self) -> tuple[Header, bool]:
+        """Return the keys after the events, and whether they could be read whole to the end of the file."""
+        if len(self._first) > PARSED_BYTES:
+            return _salvage_long(self._first, self._last), False
+        return parse_tail(self._first.decode("utf-8", "replace"))
 
 
 def parse_tail(text: str) -> tuple[Header, bool]:
@@ -136,6 +166,10 @@ def _last(blocks: Iterator[bytes], tail: bytes) -> bytes:
     for block in blocks:
         tail = (tail + block)[-_TAIL_BYTES:]
     return tail
+
+
+def _salvage_long(first: bytes | bytearray, last: bytes) -> Header:
+    return _salvage(first.decode("utf-8", "replace")) | _salvage(last.decode("utf-8", "replace"))
 
 
 def _salvage(text: str) -> Header:

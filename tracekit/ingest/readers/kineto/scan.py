@@ -99,7 +99,7 @@ class Scan:
             yield batch or []
             if self._closed:
                 break
-        rest = [block for block in unread] if self._closed else []  # noqa: C416  (a huge header may follow)
+        tail = header.Tail(buffer, unread) if self._closed else None
         cut = buffer.rfind(between) if between and not self._closed else -1
         batch = self._decode(buffer[: cut + 1]) if cut >= 0 else None
         if batch is not None:
@@ -109,7 +109,7 @@ class Scan:
             batch, buffer = self._one_by_one(buffer, last=True)
             yield batch
         self.damage.broken = blocks.broken
-        self._finish(b"".join((buffer, *rest)).decode("utf-8", "replace"))
+        self._finish(tail or header.Tail(buffer, iter(())))
 
     def _decode(self, *parts: bytes | memoryview) -> list[Event] | None:
         """Return the events in the concatenated `parts`; None if they must be read one by one."""
@@ -203,15 +203,15 @@ class Scan:
         self.damage.lost_bytes += len(text.encode("utf-8", "replace"))
         self.damage.lost_events += len(_PHASE_KEY.findall(text))
 
-    def _finish(self, tail: str) -> None:
+    def _finish(self, tail: header.Tail) -> None:
         if not self._closed or self.damage.broken:
             self.damage.truncated = True
         if not self._closed:
             return
         if self._bare:
-            self.damage.header |= bool(tail.strip())
+            self.damage.header |= not tail.is_blank
             return
-        keys, is_complete = header.parse_tail(tail)
+        keys, is_complete = tail.parse()
         self.damage.header |= not is_complete
         later = keys.pop("traceEvents", None)
         self.damage.later_events = len(later) if isinstance(later, list) else 0
