@@ -101,6 +101,30 @@ def test_the_price_of_sharded_micro_batches_is_what_a_simulation_without_them_sa
     assert found[0].cost_ns == pytest.approx(done.known_faults[0].cost_ns, rel=0.25)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "network_gb_per_s"),
+    [
+        ("gpipe", 5),
+        pytest.param("gpipe", 20, marks=pytest.mark.accuracy),
+        pytest.param("zb-h1", 5, marks=pytest.mark.accuracy),
+    ],
+)
+def test_the_price_of_zero2_in_a_pipeline_is_what_zero1_saves(
+    tmp_path: Path, schedule: str, network_gb_per_s: int
+) -> None:
+    """Reductions of all micro-batches queue for the network, and most of them end after the last backward."""
+    step_ns = {}
+    for strategy in ("zero1-scattered", "zero2"):
+        job = pipelined(8, pp=2, micro_batches=8, schedule=schedule, strategy=strategy, shards_data=True)
+        machine = replace(job.hardware, gpus_per_node=2, network_bytes_per_s=network_gb_per_s * 1e9)
+        simulated = written(replace(job, hardware=machine), tmp_path / strategy)
+        step_ns[strategy] = simulated.recording.total_ns / job.steps
+    rules = [rule() for rule in RULES if rule.code == "PIPE004"]
+    assert check(tracekit.load(tmp_path / "zero1-scattered"), rules).findings == ()
+    (finding,) = check(tracekit.load(tmp_path / "zero2"), rules).findings
+    assert finding.cost_ns == pytest.approx(step_ns["zero2"] - step_ns["zero1-scattered"], rel=0.05)
+
+
 def test_a_seed_gives_the_same_bytes_and_another_seed_others(tmp_path: Path) -> None:
     of = pipelined(4, pp=2, micro_batches=2, steps=1)
     of = replace(of, hardware=hardware.find("a100-80"))
@@ -229,7 +253,7 @@ def test_a_fault_of_a_layout_costs_what_a_simulation_without_it_saves(text: str)
             {"gpus": 4, "pp": 2, "stages": 2, "schedule": "interleaved", "micro_batches": 3},
             "needs a multiple of 2 micro-batches; there are 3",
         ),
-        ({"gpus": 4, "pp": 2, "strategy": "fsdp1"}, "use one of: ddp, zero1, fsdp2"),
+        ({"gpus": 4, "pp": 2, "strategy": "fsdp1"}, "use one of: ddp, zero1, zero1-scattered, zero2, fsdp2"),
         ({"gpus": 4, "pp": 2, "strategy": "fsdp2"}, "on the axis dp_shard"),
         ({"gpus": 4, "pp": 2, "strategy": "fsdp2", "schedule": "zb-h1", "shards_data": True}, "gradients are wrong"),
     ],

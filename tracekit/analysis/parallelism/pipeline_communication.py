@@ -1,5 +1,6 @@
 """Communication inside pipelines: transfers between stages, and data-parallel collectives of micro-batches."""
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -8,14 +9,14 @@ import polars as pl
 
 from tracekit.analysis.communication import collective_instances, exposed_communication
 from tracekit.analysis.parallelism import axis_communication, pipeline_bubbles, pipeline_stages, rank_places
-from tracekit.analysis.parallelism.pipeline_actions import POINT_TO_POINT
+from tracekit.analysis.parallelism.pipeline_actions import COMPUTE_ACTIONS, POINT_TO_POINT, pipeline_actions
 from tracekit.analysis.parallelism.pipeline_stages import PIPELINE
 from tracekit.analysis.time import breakdown
-from tracekit.conventions.strategies import CP, EP, PP, TP
+from tracekit.conventions.strategies import CP, EP, PP, REDUCE_SCATTER, TP
 from tracekit.model import intervals, schema
-from tracekit.model.fact import run_fact
+from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.run import Run
-from tracekit.model.trace import TraceFact
+from tracekit.model.trace import Trace, TraceFact
 from tracekit.sync import alignment, collective_matching
 from tracekit.sync.collective_matching import PAIRED
 
@@ -37,9 +38,30 @@ MICRO_BATCH_COLUMNS = schema.columns(
 PASSES = schema.columns("window pipeline step lost_ns delayed_ns duration_ns")
 _OPS = ("all_gather", "reduce_scatter")
 _KEY = [*pipeline_stages.PIPELINE, "rank", *_ACTION]
+LAUNCHES = schema.columns("activity_id launched_micro_batch")
+
+
+@trace_fact
+def micro_batches_of_launches(trace: Trace) -> pl.DataFrame:
+    """Micro-batch of the last action that the host began before it launched a collective.
+
+    Columns LAUNCHES; one row per collective whose launch was recorded, none without a pipeline.
+    """
+    actions = pipeline_actions(trace).filter(pl.col("action").is_in(COMPUTE_ACTIONS))
+    if actions.is_empty():
+        return schema.empty(LAUNCHES)
+    launches = trace.activities.join(trace.collectives, left_on="id", right_on="activity_id", how="semi")
+    launched = launches.select("launch_id", activity_id="id").join(
+        trace.ops.select(launch_id="id", launched_ns="start_ns"), on="launch_id"
+    )
+    begun = actions.select("host_start_ns", launched_micro_batch="micro_batch").sort("host_start_ns")
+    rows = launched.sort("launched_ns").join_asof(begun, left_on="launched_ns", right_on="host_start_ns")
+    return schema.conform(rows.drop_nulls("launched_micro_batch"), LAUNCHES)
+
+
 MICRO_BATCH_FACTS: tuple[TraceFact, ...] = (
     *pipeline_bubbles.FACTS, *axis_communication.FACTS, exposed_communication.exposed_calls,
-    breakdown.by_step, )  # fmt: skip
+    breakdown.by_step, micro_batches_of_launches, )  # fmt: skip
 """The facts that the run tables of this module read."""
 
 
@@ -147,7 +169,8 @@ def sharded_micro_batches(run: Run) -> pl.DataFrame:
     """Number of micro-batches that data-parallel collectives run for; use ``run.table``.
 
     Columns MICRO_BATCH_COLUMNS; one row per rank, step, axis and op (all_gather, reduce_scatter): with_calls
-    (micro-batches during or after whose actions such a collective started), exposed_ns (without waits), lost_ns (that
+    (micro-batches during or after whose actions such a collective was launched, or started where its launch is
+    unknown), exposed_ns (without waits), lost_ns (that
     beyond one micro-batch), duration_ns (of the pipeline in that step). Empty without a pipeline.
     """
     bubbles = run.table(pipeline_bubbles.pipeline_bubbles)
@@ -165,8 +188,10 @@ def sharded_micro_batches(run: Run) -> pl.DataFrame:
         by=["window", "rank", "step"],
         check_sortedness=False,
     )
-    sums = during.group_by("window", "rank", "step", "axis", "op").agg(
-        pl.col("micro_batch").drop_nulls().n_unique().alias("with_calls"),
+    launches = run.table(micro_batches_of_launches)
+    launched = during.join(launches, on=["window", "rank", "activity_id"], how="left", nulls_equal=True)
+    sums = launched.group_by("window", "rank", "step", "axis", "op").agg(
+        pl.coalesce("launched_micro_batch", "micro_batch").drop_nulls().n_unique().alias("with_calls"),
         pl.len().alias("calls"),
         pl.col("bytes", "exposed_ns").sum(),
     )
@@ -181,13 +206,16 @@ def micro_batch_passes(run: Run) -> pl.DataFrame:
     """Delay of one pass of each pipeline by those collectives; use ``run.table``.
 
     Columns PASSES; one row per pipeline, for its pass of median duration. Its actions are scheduled on links without
-    cost, each with its own duration and the exposed collectives right before it: delayed_ns is what the pass is longer
-    than without the latter, lost_ns what it is longer than if the collectives took the time of one micro-batch.
+    cost, each with its own duration and the exposed collectives right before it; a rank also needs what its
+    reduce-scatters take after its last action, before the optimizer. delayed_ns is what the pass is longer than
+    without the exposed collectives before actions, lost_ns what it is longer than if the collectives took the time of
+    one micro-batch.
     """
     by_pipeline = pipeline_stages.representative_passes(run)
     if not by_pipeline:
         return schema.empty(PASSES)
     exposed = exposed_spans(run)
+    reductions = reduce_scatters(run)
     after_ns = pl.max_horizontal("start_ns", pl.min_horizontal(pl.coalesce("ready_ns", "start_ns"), "end_ns"))
     gaps = run.table(pipeline_bubbles.idle_gaps).drop_nulls("action")
     delays = gaps.select(*_KEY, idle_ns=pl.col("end_ns") - after_ns)
@@ -202,7 +230,10 @@ def micro_batch_passes(run: Run) -> pl.DataFrame:
         own_ns = (actions["end_ns"] - actions["start_ns"]).to_numpy().astype(np.float64)
         one_ns = (before_ns + within_ns) / actions["micro_batch"].n_unique()
         cases = np.stack([own_ns + before_ns, own_ns, own_ns - within_ns + one_ns], axis=1)
-        with_ns, undelayed_ns, once_ns = pipeline_stages.end_times(schedule, cases).max(axis=0)
+        ends = pipeline_stages.end_times(schedule, cases)
+        trailing_ns, trailing_once_ns = reduced_after_actions(actions, reductions, exposed)
+        ends += np.stack([trailing_ns, trailing_ns, trailing_once_ns], axis=1)
+        with_ns, undelayed_ns, once_ns = ends.max(axis=0)
         step, lost_ns = actions["step"][0], round(max(0.0, with_ns - once_ns))
         rows.append((window, pipeline, step, lost_ns, round(with_ns - undelayed_ns), round(with_ns)))
     return pl.DataFrame(rows, schema=PASSES, orient="row")
@@ -221,6 +252,42 @@ def exposed_spans(run: Run) -> dict[tuple[object, ...], intervals.Spans]:
         place: intervals.subtract(exposed_communication.transfer_spans(rank_calls), compute.get(place, intervals.EMPTY))
         for place, rank_calls in of_rank.items()
     }
+
+
+def reduce_scatters(run: Run) -> dict[tuple[object, ...], pl.DataFrame]:
+    """Reduce-scatters of gradients on data-parallel axes by (window, rank, step), with waited_ns, in order of start."""
+    calls = run.table(data_parallel_calls).filter(pl.col("op") == REDUCE_SCATTER).drop_nulls("dur_ns")
+    return calls.sort("start_ns").partition_by("window", "rank", "step", as_dict=True)
+
+
+def reduced_after_actions(
+    actions: pl.DataFrame,
+    reductions: Mapping[tuple[object, ...], pl.DataFrame],
+    exposed: Mapping[tuple[object, ...], intervals.Spans],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Exposed time in ns of a rank's reduce-scatters after its last action; shape (actions,), 0 for other actions.
+
+    The second array is what is left of it if they run for the last micro-batch only: these queue for the link, each
+    from the time at which a part of the last action is done. `reductions` and `exposed` are those of `reduce_scatters`
+    and `exposed_spans`.
+    """
+    measured, once = np.zeros((2, actions.height), np.int64)
+    indexed = actions.with_row_index("row").sort("trace_start_ns")
+    for (window, rank, step), rows in indexed.partition_by("window", "rank", "step", as_dict=True).items():
+        calls = reductions.get((window, rank, step))
+        if calls is None:
+            continue
+        row, start_ns = rows["row"][-1], rows["trace_start_ns"][-1]
+        last_ns = rows["end_ns"][-1] - rows["start_ns"][-1]
+        spans = exposed_communication.transfer_spans(calls)
+        after = intervals.clip(spans, (start_ns + last_ns, int(spans.max(initial=0))))
+        measured[row] = intervals.length(intervals.intersect(after, exposed.get((window, rank), intervals.EMPTY)))
+        of_last = (spans[:, 1] - spans[:, 0])[-math.ceil(calls.height / rows["micro_batch"].n_unique()) :]
+        link_free_ns = 0.0
+        for place, took_ns in enumerate(of_last, start=1):
+            link_free_ns = max(link_free_ns, last_ns * place / of_last.size) + took_ns
+        once[row] = min(measured[row], round(link_free_ns - last_ns))
+    return measured, once
 
 
 @run_fact
