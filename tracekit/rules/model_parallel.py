@@ -280,16 +280,16 @@ class ShardedMicroBatches(Rule):
     divide gradients and weights, so sharding them further saves little memory. DeepSpeed refuses stages 2 and 3 here.
 
     How it is measured: each all-gather and reduce-scatter of a data-parallel axis belongs to the last action of the
-    pipeline that started before it on its rank. The recorded actions are scheduled again on links without cost, with
-    the exposed time of these collectives in them and right before them, and with that of one micro-batch: the cost is
-    the difference.
+    pipeline that its host began before it. The recorded actions are scheduled again on links without cost, with
+    the exposed time of these collectives in them, right before them and after the last one, and with that of one
+    micro-batch: the cost is the difference.
 
     How to fix: shard the optimizer only: ZeRO stage 1 (ZeroRedundancyOptimizer, zero_optimization.stage 1,
     --use-distributed-optimizer). With FSDP keep weights (reshard_after_forward=False) and reduce gradients at the last
     micro-batch only (set_requires_gradient_sync).
 
-    Blind spots: needs the axis of the groups. Collectives that run ahead are attributed to the first
-    micro-batches.
+    Blind spots: needs the axis of the groups. A collective belongs to the micro-batch in which it was launched; where
+    launches were not recorded, those that run ahead are attributed to the first micro-batches.
     """
 
     code: ClassVar[str] = "PIPE004"
