@@ -106,6 +106,7 @@ accuracy: $(VENV)/.test
 	@$(BIN)/python -m benchmarks.hybrid_runs --runs $(RUNS) --jobs $(JOBS) --out docs/lab/hybrid_runs.md
 	@$(BIN)/python -m benchmarks.critical_path --runs $(RUNS) --out docs/lab/critical_path_accuracy.md
 	@$(BIN)/python -m benchmarks.scaling --pairs $(RUNS) --out docs/lab/scaling_accuracy.md
+	@$(BIN)/python -m benchmarks.larger_jobs --jobs $(RUNS) --out docs/lab/larger_jobs.md
 	@$(BIN)/python -m benchmarks.labelled_savings --runs $(RUNS) --out docs/lab/whatif_savings.md
 	@$(BIN)/python -m benchmarks.labelled_together --runs $(RUNS) --out docs/lab/whatif_together.md
 	@$(BIN)/python -m benchmarks.compare_verdicts --seeds 3 --out docs/lab/compare_verdicts.md

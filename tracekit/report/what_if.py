@@ -169,8 +169,21 @@ def _unavailable(answers: Sequence[Answer], *, explains: bool) -> Section:
 def _of_prediction(prediction: Prediction, gpus: int, price: float | None) -> Iterator[Line]:
     change = f"mean step {units.duration(prediction.predicted_ns)} ({-prediction.saved_ratio:+.1%})"
     per_day = _per_day(what_if.hours_per_day(prediction.saved_ratio, gpus), price)
-    yield line((f"Prediction for {prediction.name}: ", Emphasis.STRONG), change + per_day)
+    if prediction.throughput_ratio is None:
+        yield line((f"Prediction for {prediction.name}: ", Emphasis.STRONG), change + per_day)
+    else:  # another job: no time of this one is saved
+        yield line((f"Prediction for {prediction.name}: ", Emphasis.STRONG), _of_size(prediction))
     yield from (line(f"assumes: {assumption}", mark="·") for assumption in prediction.assumptions)
+
+
+def _of_size(prediction: Prediction) -> str:
+    """Step, range and throughput of a job on other GPUs."""
+    assert prediction.throughput_ratio is not None
+    low, high = (units.duration(ns) for ns in prediction.range_ns or (prediction.predicted_ns,) * 2)
+    return (
+        f"mean step {units.duration(prediction.predicted_ns)} ({low} to {high}), {prediction.throughput_ratio:.2f} "
+        f"times the throughput: each rank does {units.share(prediction.gpu_ratio)} of its recorded work"
+    )
 
 
 def _per_day(hours: float | None, price: float | None) -> str:
@@ -185,6 +198,8 @@ def _as_prediction(prediction: Prediction, gpus: int, price: float | None) -> di
         "name": prediction.name,
         "predicted_ns": prediction.predicted_ns,
         "saved_ratio": prediction.saved_ratio,
+        "range_ns": None if prediction.range_ns is None else list(prediction.range_ns),
+        "throughput_ratio": prediction.throughput_ratio,
         "gpu_hours_per_day": hours,
         "money_per_day": None if hours is None or price is None else hours * price,
         "assumptions": list(prediction.assumptions),

@@ -1,6 +1,7 @@
 """``tracekit whatif``: the predicted step time without one cause of lost time."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,8 +12,13 @@ from tracekit.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
     from tracekit.model.run import Run
+    from tracekit.replay.graph.larger_jobs import Network
     from tracekit.replay.graph.strategies import NodeSpec, Prediction
     from tracekit.report.document import Document
+
+
+_MOST_GPUS = 1 << 20
+"""As many ranks as a dump or manifest may state (docs/robustness.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,10 +28,26 @@ class ChangeOptions:
     strategy: Annotated[
         str | None, typer.Option(metavar="NAME", help="Predict another strategy: yafsdp, fsdp2 or hsdp.")
     ] = None
-    gpus_per_node: Annotated[int, typer.Option(metavar="N", help="For hsdp: GPUs per node.")] = 8
+    gpus_per_node: Annotated[int, typer.Option(metavar="N", help="For hsdp, --gpus: GPUs per node.")] = 8
     node_bandwidth: Annotated[
         float | None, typer.Option(metavar="B", help="For hsdp, --rank-order: bus bandwidth within a node, in bytes/s.")
     ] = None
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, max=_MOST_GPUS, help="Predict the same job on N GPUs, by more data parallelism."
+        ),
+    ] = None
+    network_bandwidth: Annotated[
+        float | None,
+        typer.Option(metavar="B", help="For --gpus: bus bandwidth of a ring across nodes, in bytes/s (nccl-tests)."),
+    ] = None
+    topology: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="For --gpus: a topology file (TOML) with nodes and network.")
+    ] = None
+    trees: Annotated[
+        bool, typer.Option("--trees", help="For --gpus: all-reduces are trees, not rings, as NCCL's across nodes.")
+    ] = False
     recompute_fewer: Annotated[
         int | None, typer.Option(metavar="N", help="Predict the effect of recomputing N layers fewer.")
     ] = None
@@ -62,7 +84,7 @@ class ChangeOptions:
 
     def predict(self, run: "Run") -> "list[Prediction]":
         """Return the step time with each change. Raises InputError if one cannot be predicted."""
-        from tracekit.replay.graph import pipeline_changes, strategies
+        from tracekit.replay.graph import larger_jobs, pipeline_changes, strategies
 
         predictions = []
         change = pipeline_changes.PipelineChange(
@@ -81,18 +103,41 @@ class ChangeOptions:
             predictions.append(pipeline_changes.predict_axes(run, {axis: _number(times) for axis, _, times in axes}))
         if self.rank_order is not None:
             predictions.append(pipeline_changes.predict_rank_order(run, self.rank_order, self.node_bandwidth))
+        if self.gpus is not None:
+            predictions.append(larger_jobs.predict(run, self.gpus, self._network()))
+        elif self.network_bandwidth is not None or self.topology is not None or self.trees:
+            raise ConfigError("--network-bandwidth, --topology and --trees are for --gpus")
         return predictions
+
+    def _network(self) -> "Network":
+        from tracekit.plan import topology
+        from tracekit.replay.graph.larger_jobs import Network
+
+        if self.topology is None:
+            rate = self.network_bandwidth
+            if rate is not None and not 0 < rate < float("inf"):
+                raise InputError(f"--network-bandwidth is {rate}; it must be above 0")
+            return Network(self._node_gpus(), rate, has_trees=self.trees)
+        if self.network_bandwidth is not None:
+            raise ConfigError("--topology states the network: leave --network-bandwidth out")
+        cluster = topology.read(self.topology)
+        machine = cluster.hardware
+        return Network(cluster.domain_gpus, machine.network_bytes_per_s, 1e9 * machine.network_hop_s, self.trees)
+
+    def _node_gpus(self) -> int:
+        if self.gpus_per_node < 1:
+            raise InputError(f"--gpus-per-node is {self.gpus_per_node}; it must be 1 or more")
+        return self.gpus_per_node
 
     def _node(self) -> "NodeSpec | None":
         from tracekit.replay.graph.strategies import NodeSpec
 
-        if self.gpus_per_node < 1:
-            raise InputError(f"--gpus-per-node is {self.gpus_per_node}; it must be 1 or more")
+        node_gpus = self._node_gpus()
         if self.node_bandwidth is None:
             return None
         if not 0 < self.node_bandwidth < float("inf"):
             raise InputError(f"--node-bandwidth is {self.node_bandwidth}; it must be above 0")
-        return NodeSpec(self.gpus_per_node, self.node_bandwidth)
+        return NodeSpec(node_gpus, self.node_bandwidth)
 
 
 def _number(text: str) -> float:

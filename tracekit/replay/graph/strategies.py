@@ -56,6 +56,15 @@ class Prediction:
     step_ns: int
     predicted_ns: int
     assumptions: tuple[str, ...]
+    range_ns: tuple[int, int] | None = None
+    """Least and most that the step may take, where the prediction bounds it."""
+    throughput_ratio: float | None = None
+    """Work of the job per second, as a multiple of the recorded one's, where it has other GPUs."""
+
+    @property
+    def gpu_ratio(self) -> float:
+        """Work of a GPU per second, as a share of the recorded one's."""
+        return self.step_ns / self.predicted_ns if self.predicted_ns else 0.0
 
     @property
     def saved_ratio(self) -> float:
@@ -76,7 +85,7 @@ def predict_strategy(run: Run, strategy: str, node: NodeSpec | None = None) -> P
             f"tracekit simulate --strategy {strategy} simulates it on a known machine"
         )
     change, assumed = _CHANGES[strategy]
-    return _predict(run, strategy, change, assumed)
+    return predict_change(run, strategy, change, assumed)
 
 
 def predict_less_recomputation(run: Run, layers: int) -> Prediction:
@@ -88,7 +97,7 @@ def predict_less_recomputation(run: Run, layers: int) -> Prediction:
         raise InputError(f"--recompute-fewer is {layers}; must be 1 or more")
 
     assumed = ("memory for the activations that are then stored",)
-    return _predict(run, f"{layers} recomputed layers fewer", lambda graph: _fewer(graph, layers), assumed)
+    return predict_change(run, f"{layers} recomputed layers fewer", lambda graph: _fewer(graph, layers), assumed)
 
 
 def predict_network(run: Run, times: float) -> Prediction:
@@ -106,7 +115,7 @@ def predict_network(run: Run, times: float) -> Prediction:
         else "latency scales too: sizes differ too little to separate it from bandwidth",
     )
     name = f"a network {times:g} times as fast"
-    return _predict(run, name, lambda graph: _scale_links(graph, times, lines), assumed, slow_preparation=True)
+    return predict_change(run, name, lambda graph: _scale_links(graph, times, lines), assumed, slow_preparation=True)
 
 
 def axes_text(axes: pl.DataFrame) -> str:
@@ -136,7 +145,7 @@ def predict_axes(run: Run, times_of_axis: Mapping[str, float]) -> Prediction:
         return graph
 
     name = ", ".join(axis_text(axis, times) for axis, times in times_of_axis.items())
-    return _predict(run, name, scale_axes, ("links of other axes as recorded",), slow_preparation=True)
+    return predict_change(run, name, scale_axes, ("links of other axes as recorded",), slow_preparation=True)
 
 
 def axis_text(axis: str, times: float) -> str:
@@ -192,7 +201,7 @@ def _hsdp(run: Run, node: NodeSpec | None) -> Prediction:
         "optimizer time proportional to shard size",
         f"memory for {HSDP}: weights, gradients and optimizer states sharded over {node.gpus} ranks only",
     )
-    return _predict(run, HSDP, lambda graph: to_hsdp(graph, node, with_hops), assumed, slow_preparation=True)
+    return predict_change(run, HSDP, lambda graph: to_hsdp(graph, node, with_hops), assumed, slow_preparation=True)
 
 
 def _groups_of(axes: pl.DataFrame, axis: str) -> pl.DataFrame:
@@ -203,9 +212,10 @@ def _groups_of(axes: pl.DataFrame, axis: str) -> pl.DataFrame:
     return groups
 
 
-def _predict(
+def predict_change(
     run: Run, name: str, change: Callable[[Graph], Graph], assumed: tuple[str, ...], *, slow_preparation: bool = False
 ) -> Prediction:
+    """Return the predicted step time with a change of the graph. Raises InputError where it is not possible."""
     before = savings.replayed_steps(run)
     if before.is_empty():
         raise InputError(f"{run.path}: no step can be replayed")
