@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 
 from tests.fuzz import mutations, recordings, structures
-from tests.support import kineto_files
+from tests.support import inspector_logs, kineto_files
 from tests.support.cli_runner import ROOT
 from tests.support.sample_snapshots import MIB, Simulation, frame
 
@@ -369,6 +369,20 @@ def _io_logs(random: Random) -> Files:
     return {**files, name: mutations.text(text, random) if random.random() < 0.3 else text}
 
 
+def _collective_logs(random: Random) -> Files:
+    of_ranks = inspector_logs.job(2, random.choice((1, 8, 40)), late_rank=1)
+    is_verbose = random.random() < 0.5
+    files = {}
+    for rank, calls in enumerate(of_ranks):
+        records = [inspector_logs.record(call, rank, 2, verbose=is_verbose) for call in calls]
+        for _ in range(random.choice((0, 1, 5))):
+            place = random.randrange(len(records))
+            records[place] = mutations.value(records[place], random)
+        text = "\n".join(mutations.json_text(record, random) for record in records).encode("utf-8", "surrogatepass")
+        files[f"node0-pid{rank}.log"] = mutations.text(text, random) if random.random() < 0.3 else text
+    return files
+
+
 @functools.cache
 def _perfetto_files() -> tuple[bytes, ...]:
     import tempfile
@@ -552,6 +566,7 @@ KINDS: dict[str, tuple[tuple[str, ...], Callable[[Random], Files]]] = {
     "scrub": (("scrub", f"{FOLDER}/{IN}", f"{FOLDER}/scrubbed"), _scrubbed),
     "execution trace": (CHECK, _execution_traces),
     "I/O log": (CHECK, _io_logs),
+    "log of collectives": (CHECK, _collective_logs),
     "hang dump": (("hang", FOLDER, "--format", "json"), _dumps),
     "memory snapshot": (("memory", f"{FOLDER}/a.pickle", "--format", "json"), _snapshots),
     "safetensors": (("checkpoint", "verify", FOLDER), _safetensors),

@@ -793,6 +793,10 @@ _LOGS: dict[str, dict[str, Any]] = {
     "rank00000.checkpoint.jsonl": {"step": 1, "stage": "write", "start_ns": 9, "dur_ns": 5, "bytes": 7, "checkpoint": 0,
                                    "operation": "save", "blocking": True},
     "run.json": {"schema": "tracekit.run/1", "world_size": 2, "strategy": "fsdp2", "mesh": {"dp_shard": 2}, "host": "n"},
+    "node-pid7.log": {"header": {"id": "0x1", "rank": 0, "n_ranks": 2, "nnodes": 1},
+                      "metadata": {"inspector_output_format_version": "v5.1", "dump_timestamp_us": 10**6, "pid": 7},
+                      "coll_perf": {"coll": "AllReduce", "coll_sn": 1, "coll_msg_size_bytes": 8, "coll_exec_time_us": 5,
+                                    "event_trace_ts": {"kernel_events": [{"kernel_start_ts": 5, "kernel_stop_ts": 9}]}}},
     "a.pfw": {"id": 1, "name": "read", "cat": "POSIX", "pid": 1, "tid": 1, "ts": 5, "dur": 4, "ph": "X", "args": {"ret": 5}},
 }  # fmt: skip
 

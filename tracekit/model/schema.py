@@ -358,6 +358,11 @@ DATA_QUALITY = table(
     column("affected_ratio", "Share of the trace's time, or of its events, that the issue affects.", _FLOAT),
 )
 
+COLLECTIVES_ONLY = "collectives_only"
+"""Issue of a trace of a log of collectives: compute, idle time and the host are not known."""
+WRITE_TIMES = "write_times"
+"""Issue of a trace that states how long collectives took, and when they were logged in place of when they ended."""
+
 TABLES: Mapping[str, Table] = _by_name(
     LANES,
     STEPS,

@@ -10,7 +10,7 @@ from tracekit.analysis.host import host_phases
 from tracekit.analysis.parallelism import outlier_steps, stragglers
 from tracekit.analysis.quality import trace_quality, undecided_kernels
 from tracekit.analysis.time import breakdown
-from tracekit.model import environment, units
+from tracekit.model import environment, schema, units
 from tracekit.model.run import RUN_DATA_QUALITY, Run
 from tracekit.model.trace import TraceFact
 from tracekit.replay.allocator import run_snapshots
@@ -130,6 +130,12 @@ _KINDS = {
     ),
     "no_operators": _Kind(
         _ERROR, "Record with ProfilerActivity.CPU, and keep the events of category cpu_op where a tool filters events."
+    ),
+    schema.COLLECTIVES_ONLY: _Kind(
+        _INFO, "For compute, memory and the host, record a window with the profiler: tracekit record -- python train.py"
+    ),
+    schema.WRITE_TIMES: _Kind(
+        _INFO, "Set NCCL_INSPECTOR_DUMP_VERBOSE=1, so that the log states when each collective started and ended."
     ),
     "host_only": _Kind(_INFO, "If training ran on the device, record with ProfilerActivity.CUDA (on AMD too)."),
     "sampled": _Kind(

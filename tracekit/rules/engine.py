@@ -11,6 +11,7 @@ from tracekit.analysis.quality import contents, trace_quality
 from tracekit.analysis.time import breakdown
 from tracekit.conventions import VERSION, regular_files
 from tracekit.errors import RuleError
+from tracekit.model import schema
 from tracekit.model.run import OnTrace, Run, require_run
 from tracekit.model.source import Source
 from tracekit.model.trace import TraceFact
@@ -36,11 +37,14 @@ _WITHOUT_DEVICE = "no device activity was recorded, so times are of the host and
 _WITHOUT_HOST = "CPU activity was not recorded, so the host was not judged (see DATA001)."
 _WITHOUT_WORK = "no work was recorded, so nothing was judged (see DATA001)."
 _WITHOUT_OPERATORS = "no operator was recorded, so compute is not known and was not judged (see DATA001)."
+_WITHOUT_COMPUTE = "the log has collectives only, so compute, memory and the host were not judged (see DATA001)."
+_TIMED_IN_ONE_RANK = tuple(name for name in TIMED_FAMILIES if name != "RANK")
 _REASONS = (
     ("no_work", TIMED_FAMILIES, _WITHOUT_WORK),
     ("no_device_activity", TIMED_FAMILIES, _WITHOUT_DEVICE),
     ("no_host_activity", ("HOST",), _WITHOUT_HOST),
-    ("no_operators", tuple(name for name in TIMED_FAMILIES if name != "RANK"), _WITHOUT_OPERATORS),
+    ("no_operators", _TIMED_IN_ONE_RANK, _WITHOUT_OPERATORS),
+    (schema.COLLECTIVES_ONLY, (*_TIMED_IN_ONE_RANK, "MEM"), _WITHOUT_COMPUTE),
 )
 """Issue of a trace, and the families of rules that cannot judge a run all of whose traces have it."""
 

@@ -14,6 +14,7 @@ from tracekit.analysis.host import host_stalls
 from tracekit.analysis.time import breakdown, trace_columns
 from tracekit.model import columns, environment, schema, units
 from tracekit.model.fact import trace_fact
+from tracekit.model.run import Run
 from tracekit.model.sweep_line import Ints, at
 from tracekit.model.trace import Trace
 
@@ -52,6 +53,14 @@ def data_quality(trace: Trace) -> pl.DataFrame:
     rows = [row for check in checks for row in check(trace)]
     measured = pl.DataFrame(rows, schema=schema.DATA_QUALITY.schema, orient="row")
     return pl.concat([trace.data_quality, measured])
+
+
+def has_collectives_only(run: Run) -> bool:
+    """Return whether all traces of a run are of logs of collectives, so that compute is not known."""
+    if not run.sources:
+        return False
+    logs = run.table(data_quality).filter(pl.col("kind") == schema.COLLECTIVES_ONLY)
+    return logs.unique(["window", "rank"]).height == len(run.sources)
 
 
 @trace_fact
@@ -181,7 +190,7 @@ def _device_use(trace: Trace) -> str | None:
 
 def _launches(trace: Trace) -> Iterator[_Row]:
     """Device work without a launch, device work launched outside steps, and launches without device work."""
-    if not trace.on_device:
+    if not trace.on_device or trace_columns.has_issue(trace, schema.COLLECTIVES_ONLY):
         return
     work = trace.activities
     total_ns = max(int(work["dur_ns"].sum()), 1)

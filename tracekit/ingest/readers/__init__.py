@@ -15,6 +15,7 @@ from tracekit.ingest.readers.dftracer import DFTracerLogs
 from tracekit.ingest.readers.execution_trace import ExecutionTraces
 from tracekit.ingest.readers.kineto.format import KinetoTraces
 from tracekit.ingest.readers.logs import AttemptsLogs, CheckpointLogs, Manifests, MemorySnapshots, MetricsLogs
+from tracekit.ingest.readers.nccl_inspector import NCCLInspectorLogs
 from tracekit.ingest.readers.reader import Reader, TraceInfo
 from tracekit.model import plugins
 from tracekit.model.trace import Trace
@@ -78,6 +79,7 @@ READERS: tuple[Reader, ...] = (
     MemorySnapshots(),
     ExecutionTraces(),
     DFTracerLogs(),
+    NCCLInspectorLogs(),
     PerfettoTraces(),
     NsightExports(),
     KinetoTraces(),
@@ -98,6 +100,11 @@ def find(head: bytes, name: str) -> Reader | None:
 def trace_suffixes() -> tuple[str, ...]:
     """Return the endings of the names of files that may have traces."""
     return tuple(dict.fromkeys(s for reader in available() if reader.has_traces for s in reader.suffixes))
+
+
+def may_have_traces(name: str) -> bool:
+    """Return whether a file in a folder may have traces, by its name in lower case."""
+    return any(reader.has_traces and reader.has_name(name) for reader in available())
 
 
 def companion_suffixes() -> tuple[str, ...]:

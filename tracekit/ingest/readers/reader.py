@@ -69,6 +69,10 @@ class Reader(Protocol):
     usage: str = ""
     """What to do with such a file where a trace is expected; only for formats without traces."""
 
+    def has_name(self, name: str) -> bool:
+        """Return whether a file in a folder may have this format, by its name in lower case."""
+        return name.endswith(self.suffixes)
+
     def sniff(self, head: bytes, name: str) -> bool:
         """Return whether a file has this format, from its first bytes (decompressed, 256 KiB at most) and its name."""
 
