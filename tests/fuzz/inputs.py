@@ -383,6 +383,18 @@ def _collective_logs(random: Random) -> Files:
     return files
 
 
+def _trainer_logs(random: Random) -> Files:
+    files = {}
+    for name, packed in _files_of("torchtitan_logs", "*.jsonl.gz").items():
+        lines = gzip.decompress(packed).splitlines()[: random.choice((3, 40, 300))]
+        for place in random.sample(range(len(lines)), random.choice((0, 1, 3))):
+            changed = mutations.value(json.loads(lines[place]), random)
+            lines[place] = mutations.json_text(changed, random).encode("utf-8", "surrogatepass")
+        text = b"\n".join(lines)
+        files[name.removesuffix(".gz")] = mutations.text(text, random) if random.random() < 0.3 else text
+    return files
+
+
 @functools.cache
 def _perfetto_files() -> tuple[bytes, ...]:
     import tempfile
@@ -567,6 +579,7 @@ KINDS: dict[str, tuple[tuple[str, ...], Callable[[Random], Files]]] = {
     "execution trace": (CHECK, _execution_traces),
     "I/O log": (CHECK, _io_logs),
     "log of collectives": (CHECK, _collective_logs),
+    "log of a trainer": (CHECK, _trainer_logs),
     "hang dump": (("hang", FOLDER, "--format", "json"), _dumps),
     "memory snapshot": (("memory", f"{FOLDER}/a.pickle", "--format", "json"), _snapshots),
     "safetensors": (("checkpoint", "verify", FOLDER), _safetensors),

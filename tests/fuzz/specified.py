@@ -797,6 +797,9 @@ _LOGS: dict[str, dict[str, Any]] = {
                       "metadata": {"inspector_output_format_version": "v5.1", "dump_timestamp_us": 10**6, "pid": 7},
                       "coll_perf": {"coll": "AllReduce", "coll_sn": 1, "coll_msg_size_bytes": 8, "coll_exec_time_us": 5,
                                     "event_trace_ts": {"kernel_events": [{"kernel_start_ts": 5, "kernel_stop_ts": 9}]}}},
+    "training.global_rank_0.a.jsonl": {"rank": 0, "pid": 7, "tid": 7, "step": 1, "time_us": 10**6, "log_type": "event",
+                                       "log_type_name": "step_start", "logger_name": "torchtitan.structured_logger",
+                                       "event_name": "global_valid_tokens", "value": 5.0},
     "a.pfw": {"id": 1, "name": "read", "cat": "POSIX", "pid": 1, "tid": 1, "ts": 5, "dur": 4, "ph": "X", "args": {"ret": 5}},
 }  # fmt: skip
 

@@ -100,6 +100,7 @@ _KINDS = {
         _INFO, "Record both files in one process and window; put rank and number into the names, such as rank3."
     ),
     "not_a_trace": _Kind(_INFO, "No action needed: other JSON files in the folder were not read."),
+    "unused_log": _Kind(_INFO, "Name the log, or its folder, to have it judged by itself."),
     # Which ranks there are.
     "missing_ranks": _Kind(
         _WARNING,
@@ -133,6 +134,9 @@ _KINDS = {
     ),
     schema.COLLECTIVES_ONLY: _Kind(
         _INFO, "For compute, memory and the host, record a window with the profiler: tracekit record -- python train.py"
+    ),
+    schema.SPANS_ONLY: _Kind(
+        _INFO, "For operators, memory and the device, record a window with the profiler (torchtitan: enable_profiling)."
     ),
     schema.WRITE_TIMES: _Kind(
         _INFO, "Set NCCL_INSPECTOR_DUMP_VERBOSE=1, so that the log states when each collective started and ended."

@@ -57,10 +57,17 @@ def data_quality(trace: Trace) -> pl.DataFrame:
 
 def has_collectives_only(run: Run) -> bool:
     """Return whether all traces of a run are of logs of collectives, so that compute is not known."""
-    if not run.sources:
-        return False
-    logs = run.table(data_quality).filter(pl.col("kind") == schema.COLLECTIVES_ONLY)
-    return logs.unique(["window", "rank"]).height == len(run.sources)
+    return _all_have(run, schema.COLLECTIVES_ONLY)
+
+
+def has_spans_only(run: Run) -> bool:
+    """Return whether all traces of a run are of logs of a trainer, so that operators and the device are not known."""
+    return _all_have(run, schema.SPANS_ONLY)
+
+
+def _all_have(run: Run, kind: str) -> bool:
+    issues = run.table(data_quality).filter(pl.col("kind") == kind)
+    return bool(run.sources) and issues.unique(["window", "rank"]).height == len(run.sources)
 
 
 @trace_fact

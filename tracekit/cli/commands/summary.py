@@ -88,8 +88,11 @@ def summary(
 def _missing_compute(run: "Run") -> str | None:
     from tracekit.analysis.quality import trace_quality
 
-    is_missing = trace_quality.has_collectives_only(run)
-    return "compute was not recorded: idle is all time outside collectives" if is_missing else None
+    if trace_quality.has_collectives_only(run):
+        return "compute was not recorded: idle is all time outside collectives"
+    if trace_quality.has_spans_only(run):
+        return "the log has spans of the host: compute is time in forward, backward and the optimizer"
+    return None
 
 
 def view(by: By) -> "View":

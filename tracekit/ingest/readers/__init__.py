@@ -17,6 +17,7 @@ from tracekit.ingest.readers.kineto.format import KinetoTraces
 from tracekit.ingest.readers.logs import AttemptsLogs, CheckpointLogs, Manifests, MemorySnapshots, MetricsLogs
 from tracekit.ingest.readers.nccl_inspector import NCCLInspectorLogs
 from tracekit.ingest.readers.reader import Reader, TraceInfo
+from tracekit.ingest.readers.torchtitan import TorchtitanLogs
 from tracekit.model import plugins
 from tracekit.model.trace import Trace
 
@@ -80,6 +81,7 @@ READERS: tuple[Reader, ...] = (
     ExecutionTraces(),
     DFTracerLogs(),
     NCCLInspectorLogs(),
+    TorchtitanLogs(),
     PerfettoTraces(),
     NsightExports(),
     KinetoTraces(),

@@ -46,6 +46,8 @@ class NCCLInspectorLogs(Reader):
     suffixes = tuple(f"{ending}{packed}" for ending in (".log", ".jsonl") for packed in ("", ".gz", ".zst"))
     contents = "collectives, sends and receives of a process: communicator, bytes, duration; no compute"
 
+    is_log = True
+
     def has_name(self, name: str) -> bool:
         """Return whether a file is named as the plugin names it (HOST-pid123.log): other logs are of all kinds."""
         return _NAME.search(name) is not None

@@ -66,6 +66,8 @@ class Reader(Protocol):
     """Whether a companion adds to operators only, by the ids of their record functions."""
     has_record_ids: bool = False
     """Whether operators state the ids of their record functions, as PyTorch's profiler writes them."""
+    is_log: bool = False
+    """Whether such a file, which has a part of what a profiler records, is read only where there is no other trace."""
     usage: str = ""
     """What to do with such a file where a trace is expected; only for formats without traces."""
 
