@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 
 from tests.fuzz import mutations, recordings, structures
-from tests.support import inspector_logs, kineto_files
+from tests.support import inspector_logs, kineto_files, rocprofv3_files, xplane_files
 from tests.support.cli_runner import ROOT
 from tests.support.sample_snapshots import MIB, Simulation, frame
 
@@ -422,6 +422,18 @@ def _perfetto(random: Random) -> Files:
     return {"run.pftrace": data}
 
 
+def _rocprofv3(random: Random) -> Files:
+    return {"rank0_results.json": _json_of(rocprofv3_files.training(random.choice((1, 5))), random)}
+
+
+def _xplane(random: Random) -> Files:
+    data = random.choice((xplane_files.gpu(), xplane_files.tpu()))
+    change = structures.protobuf if random.random() < 0.8 else mutations.text
+    for _ in range(random.choice((1, 1, 3, 20))):
+        data = change(data, random)
+    return {"host.xplane.pb": data}
+
+
 @functools.cache
 def _nsight_file() -> bytes:
     import tempfile
@@ -566,6 +578,8 @@ KINDS: dict[str, tuple[tuple[str, ...], Callable[[Random], Files]]] = {
     "packed trace": (CHECK, _packed),
     "archive": (CHECK, _archives),
     "Perfetto trace": (CHECK, _perfetto),
+    "XPlane profile": (CHECK, _xplane),
+    "rocprofv3 results": (CHECK, _rocprofv3),
     "Nsight Systems export": (CHECK, _nsight),
     "manifest": (CHECK, _manifests),
     "metrics log": (CHECK, _metrics),

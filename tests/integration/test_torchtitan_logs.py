@@ -79,9 +79,9 @@ def test_the_wait_for_data_and_the_evaluation_are_named():
     report = engine.check(load(RECORDED))
     by_code = {finding.code: finding for finding in report.findings}
     waits_us = [end - start for start, end in times_us(LOGS[0], "fetching_batch").values()]
-    assert by_code["HOST003"].cost_ns == pytest.approx(1000 * statistics.median(waits_us), rel=0.02)
-    assert 12 in by_code["STEP001"].steps
-    assert any("evaluation" in finding.message for finding in report.findings if finding.code == "STEP001")
+    assert by_code["HOST003"].cost_ns == pytest.approx(1000 * statistics.median(waits_us), rel=0.1)
+    evaluations = [f for f in report.findings if f.code == "STEP001" and "evaluation" in f.message]
+    assert [12 in finding.steps for finding in evaluations] == [True]
     assert {"RANK001", "COMM001", "COMP001", "HOST001", "MEM001"} <= set(report.blind_spots)
     assert report.cannot_judge is None
 

@@ -135,6 +135,9 @@ _KINDS = {
     schema.COLLECTIVES_ONLY: _Kind(
         _INFO, "For compute, memory and the host, record a window with the profiler: tracekit record -- python train.py"
     ),
+    schema.COMPILED_PROGRAM: _Kind(
+        _INFO, "No action needed: look for waits of the device in its idle time, and for the input in the host's lines."
+    ),
     schema.SPANS_ONLY: _Kind(
         _INFO, "For operators, memory and the device, record a window with the profiler (torchtitan: enable_profiling)."
     ),

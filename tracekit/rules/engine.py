@@ -37,6 +37,7 @@ _WITHOUT_DEVICE = "no device activity was recorded, so times are of the host and
 _WITHOUT_HOST = "CPU activity was not recorded, so the host was not judged (see DATA001)."
 _WITHOUT_WORK = "no work was recorded, so nothing was judged (see DATA001)."
 _WITHOUT_OPERATORS = "no operator was recorded, so compute is not known and was not judged (see DATA001)."
+_WITHOUT_LAUNCHES = "the device runs whole programs, so launches by the host were not judged (see DATA001)."
 _WITHOUT_COMPUTE = "the log has collectives only, so compute, memory and the host were not judged (see DATA001)."
 _WITHOUT_SPANS = (
     "the log has spans of the training loop only, so operators and the device were not judged (see DATA001)."
@@ -52,6 +53,7 @@ _REASONS = (
     ("no_device_activity", TIMED_FAMILIES, _WITHOUT_DEVICE),
     ("no_host_activity", ("HOST",), _WITHOUT_HOST),
     ("no_operators", _TIMED_IN_ONE_RANK, _WITHOUT_OPERATORS),
+    (schema.COMPILED_PROGRAM, ("HOST",), _WITHOUT_LAUNCHES),
     (schema.SPANS_ONLY, _ON_OPERATORS, _WITHOUT_SPANS),
     (schema.COLLECTIVES_ONLY, (*_TIMED_IN_ONE_RANK, "MEM"), _WITHOUT_COMPUTE),
 )

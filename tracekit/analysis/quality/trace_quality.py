@@ -197,7 +197,10 @@ def _device_use(trace: Trace) -> str | None:
 
 def _launches(trace: Trace) -> Iterator[_Row]:
     """Device work without a launch, device work launched outside steps, and launches without device work."""
-    if not trace.on_device or trace_columns.has_issue(trace, schema.COLLECTIVES_ONLY):
+    has_launches = not any(
+        trace_columns.has_issue(trace, kind) for kind in (schema.COLLECTIVES_ONLY, schema.COMPILED_PROGRAM)
+    )
+    if not trace.on_device or not has_launches:
         return
     work = trace.activities
     total_ns = max(int(work["dur_ns"].sum()), 1)
