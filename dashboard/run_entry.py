@@ -66,4 +66,4 @@ def may_have_traces(name: str) -> bool:
 def may_be_trace(name: str) -> bool:
     """Return whether a file with this name may be a trace."""
     other = (conventions.MANIFEST_FILE, conventions.TRUTH_FILE)
-    return name.lower().endswith(readers.trace_suffixes()) and not name.startswith(".") and name not in other
+    return readers.may_have_traces(name.lower()) and not name.startswith(".") and name not in other

@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 
 from tests.fuzz import mutations, recordings, structures
-from tests.support import kineto_files
+from tests.support import inspector_logs, kineto_files, rocprofv3_files, xplane_files
 from tests.support.cli_runner import ROOT
 from tests.support.sample_snapshots import MIB, Simulation, frame
 
@@ -369,6 +369,32 @@ def _io_logs(random: Random) -> Files:
     return {**files, name: mutations.text(text, random) if random.random() < 0.3 else text}
 
 
+def _collective_logs(random: Random) -> Files:
+    of_ranks = inspector_logs.job(2, random.choice((1, 8, 40)), late_rank=1)
+    is_verbose = random.random() < 0.5
+    files = {}
+    for rank, calls in enumerate(of_ranks):
+        records = [inspector_logs.record(call, rank, 2, verbose=is_verbose) for call in calls]
+        for _ in range(random.choice((0, 1, 5))):
+            place = random.randrange(len(records))
+            records[place] = mutations.value(records[place], random)
+        text = "\n".join(mutations.json_text(record, random) for record in records).encode("utf-8", "surrogatepass")
+        files[f"node0-pid{rank}.log"] = mutations.text(text, random) if random.random() < 0.3 else text
+    return files
+
+
+def _trainer_logs(random: Random) -> Files:
+    files = {}
+    for name, packed in _files_of("torchtitan_logs", "*.jsonl.gz").items():
+        lines = gzip.decompress(packed).splitlines()[: random.choice((3, 40, 300))]
+        for place in random.sample(range(len(lines)), random.choice((0, 1, 3))):
+            changed = mutations.value(json.loads(lines[place]), random)
+            lines[place] = mutations.json_text(changed, random).encode("utf-8", "surrogatepass")
+        text = b"\n".join(lines)
+        files[name.removesuffix(".gz")] = mutations.text(text, random) if random.random() < 0.3 else text
+    return files
+
+
 @functools.cache
 def _perfetto_files() -> tuple[bytes, ...]:
     import tempfile
@@ -394,6 +420,18 @@ def _perfetto(random: Random) -> Files:
     for _ in range(random.choice((1, 1, 3, 20))):
         data = change(data, random)
     return {"run.pftrace": data}
+
+
+def _rocprofv3(random: Random) -> Files:
+    return {"rank0_results.json": _json_of(rocprofv3_files.training(random.choice((1, 5))), random)}
+
+
+def _xplane(random: Random) -> Files:
+    data = random.choice((xplane_files.gpu(), xplane_files.tpu()))
+    change = structures.protobuf if random.random() < 0.8 else mutations.text
+    for _ in range(random.choice((1, 1, 3, 20))):
+        data = change(data, random)
+    return {"host.xplane.pb": data}
 
 
 @functools.cache
@@ -540,6 +578,8 @@ KINDS: dict[str, tuple[tuple[str, ...], Callable[[Random], Files]]] = {
     "packed trace": (CHECK, _packed),
     "archive": (CHECK, _archives),
     "Perfetto trace": (CHECK, _perfetto),
+    "XPlane profile": (CHECK, _xplane),
+    "rocprofv3 results": (CHECK, _rocprofv3),
     "Nsight Systems export": (CHECK, _nsight),
     "manifest": (CHECK, _manifests),
     "metrics log": (CHECK, _metrics),
@@ -552,6 +592,8 @@ KINDS: dict[str, tuple[tuple[str, ...], Callable[[Random], Files]]] = {
     "scrub": (("scrub", f"{FOLDER}/{IN}", f"{FOLDER}/scrubbed"), _scrubbed),
     "execution trace": (CHECK, _execution_traces),
     "I/O log": (CHECK, _io_logs),
+    "log of collectives": (CHECK, _collective_logs),
+    "log of a trainer": (CHECK, _trainer_logs),
     "hang dump": (("hang", FOLDER, "--format", "json"), _dumps),
     "memory snapshot": (("memory", f"{FOLDER}/a.pickle", "--format", "json"), _snapshots),
     "safetensors": (("checkpoint", "verify", FOLDER), _safetensors),

@@ -8,8 +8,17 @@ from tests.fuzz import losses
 from tracekit.errors import TracekitError
 
 PLAIN, MERGED = ("trace", "packed trace", "summary"), ("merged trace",)
-SPECIFIED = ("specified trace", "specified container", "specified packets", "specified database", "specified logs")
-TRACES = (*PLAIN, *MERGED, "archive", "Perfetto trace", "Nsight Systems export", *SPECIFIED)
+SPECIFIED = (
+    "specified trace",
+    "specified container",
+    "specified packets",
+    "specified planes",
+    "specified results",
+    "specified database",
+    "specified logs",
+)
+OTHERS = ("archive", "Perfetto trace", "Nsight Systems export", "XPlane profile", "rocprofv3 results")
+TRACES = (*PLAIN, *MERGED, *OTHERS, *SPECIFIED)
 _SQL = "SELECT name, count(*), sum(dur_ns) FROM ops GROUP BY ALL ORDER BY ALL"
 
 

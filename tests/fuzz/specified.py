@@ -25,6 +25,7 @@ from random import Random
 from typing import Any
 
 from tests.fuzz import inputs
+from tests.support import rocprofv3_files
 
 _INTEGERS = (0, 1, -1, 2, 7, 127, 255, 2**31, -(2**31), 2**32 - 1, 2**53 + 1, 2**63 - 1, -(2**63), 2**64, 10**30)
 _FLOATS = (0.0, -0.0, 0.5, 1e-9, 5e-324, 1e15, 1e19, 1.8e308, -1e300, float("nan"), float("inf"), -float("inf"))
@@ -596,6 +597,46 @@ def _perfetto(random: Random) -> dict[str, bytes]:
     return {name: _damage(gzip.compress(data, 1) if name.endswith("gz") else data, random)}
 
 
+def _rocprofv3(random: Random) -> dict[str, bytes]:
+    document = rocprofv3_files.training(random.choice((1, 4)))
+    (tool,) = document["rocprofiler-sdk-tool"]
+    for rows in tool["buffer_records"].values():
+        for place in range(len(rows)):
+            if random.random() < 0.2:
+                rows[place] = _spoil(dict(rows[place]), random)
+    for key in ("agents", "kernel_symbols", "strings", "buffer_records"):
+        if random.random() < 0.1:
+            tool[key] = _odd(random)
+    return {"rank0_results.json": _damage(_json(document, random).encode("utf-8", "surrogatepass"), random)}
+
+
+def _xplane(random: Random) -> dict[str, bytes]:
+    planes = []
+    for name in random.sample(("/device:TPU:0", "/device:GPU:0", "/device:GPU:1", "/host:CPU", "", "/x"), 3):
+        lines = []
+        for line in random.sample(("XLA Ops", "Async XLA Ops", "Steps", "Stream #7(Compute)", "python", ""), 3):
+            events = []
+            for place in range(random.choice((0, 1, 30))):
+                stat = _message(
+                    {1: random.choice((1, 2, 9)), random.choice((2, 3, 4, 5, 7)): random.choice(_INTEGERS)}, random
+                )
+                time = {
+                    1: random.choice((1, 2, 3)),
+                    2: 10**6 * place,
+                    3: random.choice((10**6, 10**6, *_INTEGERS)),
+                    4: stat,
+                }
+                events.append((4, _message(time, random)))
+            lines.append(
+                (3, _message([(1, 7), (2, line), (3, random.choice((10**18, 10**18, *_INTEGERS))), *events], random))
+            )
+        texts = [(number, _message({1: key, 2: _message({1: key, 2: text}, random)}, random))
+                 for number, names in ((4, ("1", "%all-reduce.1", "MemcpyH2D")), (5, ("correlation_id", "step_num")))
+                 for key, text in enumerate(names, 1)]  # fmt: skip
+        planes.append(_field(1, _message([(2, name), *lines, *texts], random), random))
+    return {"host.xplane.pb": _damage(b"".join(planes), random)}
+
+
 # SQLite --------------------------------------------------------------------------------------------------------------
 _TABLES = {
     "StringIds": "id INTEGER PRIMARY KEY, value TEXT",
@@ -793,6 +834,13 @@ _LOGS: dict[str, dict[str, Any]] = {
     "rank00000.checkpoint.jsonl": {"step": 1, "stage": "write", "start_ns": 9, "dur_ns": 5, "bytes": 7, "checkpoint": 0,
                                    "operation": "save", "blocking": True},
     "run.json": {"schema": "tracekit.run/1", "world_size": 2, "strategy": "fsdp2", "mesh": {"dp_shard": 2}, "host": "n"},
+    "node-pid7.log": {"header": {"id": "0x1", "rank": 0, "n_ranks": 2, "nnodes": 1},
+                      "metadata": {"inspector_output_format_version": "v5.1", "dump_timestamp_us": 10**6, "pid": 7},
+                      "coll_perf": {"coll": "AllReduce", "coll_sn": 1, "coll_msg_size_bytes": 8, "coll_exec_time_us": 5,
+                                    "event_trace_ts": {"kernel_events": [{"kernel_start_ts": 5, "kernel_stop_ts": 9}]}}},
+    "training.global_rank_0.a.jsonl": {"rank": 0, "pid": 7, "tid": 7, "step": 1, "time_us": 10**6, "log_type": "event",
+                                       "log_type_name": "step_start", "logger_name": "torchtitan.structured_logger",
+                                       "event_name": "global_valid_tokens", "value": 5.0},
     "a.pfw": {"id": 1, "name": "read", "cat": "POSIX", "pid": 1, "tid": 1, "ts": 5, "dur": 4, "ph": "X", "args": {"ret": 5}},
 }  # fmt: skip
 
@@ -837,6 +885,8 @@ KINDS: dict[str, tuple[tuple[tuple[str, ...], ...], Callable[[Random], dict[str,
     "specified container": (_READ, _containers),
     "specified snapshot": (_SNAPSHOT, _snapshots),
     "specified packets": (_READ, _perfetto),
+    "specified planes": (_READ, _xplane),
+    "specified results": (_READ, _rocprofv3),
     "specified database": (_READ, _nsight),
     "specified safetensors": (_VERIFY, _safetensors),
     "specified checkpoint": (_VERIFY, _checkpoint),

@@ -98,6 +98,15 @@ MADE = {
     "model.safetensors": (len(SAFETENSORS).to_bytes(8, "little") + SAFETENSORS, "a safetensors checkpoint"),
     "run.sqlite": (NSYS, "this Nsight Systems report has no GPU work, CUDA calls or NVTX ranges"),
     "rocpd.db": (database("CREATE TABLE rocpd_kernel (start INTEGER)"), "a rocprofiler database"),
+    "ascend_pytorch_profiler_0.db": (
+        database("CREATE TABLE STRING_IDS (id INTEGER, value TEXT)", "CREATE TABLE TASK (startNs INTEGER)"),
+        "a database of Ascend PyTorch Profiler",
+    ),
+    "dump.json": (b'{"version": "2.10", "pg_config": {}, "pg_status": {}, "entries": []}', "torch's flight recorder"),
+    "nccl_trace_rank_0": (
+        pickle.dumps({"version": "2.10", "pg_config": {}, "pg_status": {}, "entries": []}),
+        "a dump of torch's flight recorder",
+    ),
     "other.db": (database("CREATE TABLE t (a)"), "a SQLite database"),
     "run.nsys-rep": (b"\x00\x01\x02\x03" * 20, "an Nsight Systems report"),
     "old.qdrep": (b"\x00\x01\x02\x03" * 20, "an Nsight Systems report"),

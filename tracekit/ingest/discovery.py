@@ -66,6 +66,7 @@ def identify(
         raise trace_files.without_traces(companions[0])
     if not traces:
         raise BadTraceError(issues[0].message if issues else "no trace")
+    traces = _without_logs(traces, issues)
     ranked = _with_ranks(traces, issues)
     run = trace_files.latest_run(ranked, issues)
     if len(run) < len(ranked):  # ranks that were assumed from the order of all files
@@ -74,6 +75,17 @@ def identify(
     windowed = _windows(_without_copies(run, issues), issues)
     joined = trace_files.attach_companions(windowed, companions, issues)
     return sorted(joined, key=lambda t: (t.window, t.rank)), issues
+
+
+def _without_logs(traces: list[TraceFile], issues: list[QualityIssue]) -> list[TraceFile]:
+    """Return the traces of profilers, if there are some; report the logs of the same job, which state less of it."""
+    profiled = [t for t in traces if not t.reader.is_log]
+    if not profiled:
+        return traces
+    for log in (t for t in traces if t.reader.is_log):
+        message = f"{log.file.path}: {log.reader.name}, left out: there are traces of a profiler; load it by itself"
+        issues.append(QualityIssue("unused_log", message, log.file.path))
+    return profiled
 
 
 def missing_ranks(

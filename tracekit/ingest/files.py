@@ -362,14 +362,14 @@ def _remote(file: RemoteFile) -> File:
 
 def is_read_by_tracekit(name: str) -> bool:
     """Return whether some reader reads files with this name: a trace, a manifest, a log or a snapshot."""
-    suffixes = tuple(suffix for reader in readers.available() for suffix in reader.suffixes)
-    return name.lower().removesuffix(conventions.PARTIAL_SUFFIX).endswith(suffixes)
+    plain = name.lower().removesuffix(conventions.PARTIAL_SUFFIX)
+    return any(reader.has_name(plain) for reader in readers.available())
 
 
 def _may_be_trace(name: str) -> bool:
     is_other = name.startswith(".") or name == conventions.TRUTH_FILE or name.endswith(conventions.HANG_SUFFIX)
-    searched = readers.trace_suffixes() + readers.companion_suffixes()
-    return name.lower().endswith(searched) and not is_other
+    lower = name.lower()
+    return (readers.may_have_traces(lower) or lower.endswith(readers.companion_suffixes())) and not is_other
 
 
 def _patterns() -> str:

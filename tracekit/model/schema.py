@@ -358,6 +358,15 @@ DATA_QUALITY = table(
     column("affected_ratio", "Share of the trace's time, or of its events, that the issue affects.", _FLOAT),
 )
 
+COLLECTIVES_ONLY = "collectives_only"
+"""Issue of a trace of a log of collectives: compute, idle time and the host are not known."""
+COMPILED_PROGRAM = "compiled_program"
+"""Issue of a trace of a device that runs whole programs, so that no operation has a launch by the host."""
+SPANS_ONLY = "spans_only"
+"""Issue of a trace of a trainer's log: spans of the training loop on the host, without operators and the device."""
+WRITE_TIMES = "write_times"
+"""Issue of a trace that states how long collectives took, and when they were logged in place of when they ended."""
+
 TABLES: Mapping[str, Table] = _by_name(
     LANES,
     STEPS,

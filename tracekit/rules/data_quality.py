@@ -10,7 +10,7 @@ from tracekit.analysis.host import host_phases
 from tracekit.analysis.parallelism import outlier_steps, stragglers
 from tracekit.analysis.quality import trace_quality, undecided_kernels
 from tracekit.analysis.time import breakdown
-from tracekit.model import environment, units
+from tracekit.model import environment, schema, units
 from tracekit.model.run import RUN_DATA_QUALITY, Run
 from tracekit.model.trace import TraceFact
 from tracekit.replay.allocator import run_snapshots
@@ -100,6 +100,7 @@ _KINDS = {
         _INFO, "Record both files in one process and window; put rank and number into the names, such as rank3."
     ),
     "not_a_trace": _Kind(_INFO, "No action needed: other JSON files in the folder were not read."),
+    "unused_log": _Kind(_INFO, "Name the log, or its folder, to have it judged by itself."),
     # Which ranks there are.
     "missing_ranks": _Kind(
         _WARNING,
@@ -130,6 +131,18 @@ _KINDS = {
     ),
     "no_operators": _Kind(
         _ERROR, "Record with ProfilerActivity.CPU, and keep the events of category cpu_op where a tool filters events."
+    ),
+    schema.COLLECTIVES_ONLY: _Kind(
+        _INFO, "For compute, memory and the host, record a window with the profiler: tracekit record -- python train.py"
+    ),
+    schema.COMPILED_PROGRAM: _Kind(
+        _INFO, "No action needed: look for waits of the device in its idle time, and for the input in the host's lines."
+    ),
+    schema.SPANS_ONLY: _Kind(
+        _INFO, "For operators, memory and the device, record a window with the profiler (torchtitan: enable_profiling)."
+    ),
+    schema.WRITE_TIMES: _Kind(
+        _INFO, "Set NCCL_INSPECTOR_DUMP_VERBOSE=1, so that the log states when each collective started and ended."
     ),
     "host_only": _Kind(_INFO, "If training ran on the device, record with ProfilerActivity.CUDA (on AMD too)."),
     "sampled": _Kind(

@@ -11,6 +11,7 @@ from tracekit.analysis.quality import contents, trace_quality
 from tracekit.analysis.time import breakdown
 from tracekit.conventions import VERSION, regular_files
 from tracekit.errors import RuleError
+from tracekit.model import schema
 from tracekit.model.run import OnTrace, Run, require_run
 from tracekit.model.source import Source
 from tracekit.model.trace import TraceFact
@@ -36,13 +37,27 @@ _WITHOUT_DEVICE = "no device activity was recorded, so times are of the host and
 _WITHOUT_HOST = "CPU activity was not recorded, so the host was not judged (see DATA001)."
 _WITHOUT_WORK = "no work was recorded, so nothing was judged (see DATA001)."
 _WITHOUT_OPERATORS = "no operator was recorded, so compute is not known and was not judged (see DATA001)."
+_WITHOUT_LAUNCHES = "the device runs whole programs, so launches by the host were not judged (see DATA001)."
+_WITHOUT_COMPUTE = "the log has collectives only, so compute, memory and the host were not judged (see DATA001)."
+_WITHOUT_SPANS = (
+    "the log has spans of the training loop only, so operators and the device were not judged (see DATA001)."
+)
+_ON_OPERATORS = (
+    *(name for name in TIMED_FAMILIES if name != "HOST"), "MEM",
+    "HOST001", "HOST002", "HOST004", "HOST005", "HOST006", "HOST007", "HOST008",
+)  # fmt: skip
+"""All that needs operators or device work: HOST003 compares the wait for data with the step."""
+_TIMED_IN_ONE_RANK = tuple(name for name in TIMED_FAMILIES if name != "RANK")
 _REASONS = (
     ("no_work", TIMED_FAMILIES, _WITHOUT_WORK),
     ("no_device_activity", TIMED_FAMILIES, _WITHOUT_DEVICE),
     ("no_host_activity", ("HOST",), _WITHOUT_HOST),
-    ("no_operators", tuple(name for name in TIMED_FAMILIES if name != "RANK"), _WITHOUT_OPERATORS),
+    ("no_operators", _TIMED_IN_ONE_RANK, _WITHOUT_OPERATORS),
+    (schema.COMPILED_PROGRAM, ("HOST",), _WITHOUT_LAUNCHES),
+    (schema.SPANS_ONLY, _ON_OPERATORS, _WITHOUT_SPANS),
+    (schema.COLLECTIVES_ONLY, (*_TIMED_IN_ONE_RANK, "MEM"), _WITHOUT_COMPUTE),
 )
-"""Issue of a trace, and the families of rules that cannot judge a run all of whose traces have it."""
+"""Issue of a trace, and the rules or families of rules that cannot judge a run all of whose traces have it."""
 
 _LOST = (
     ("truncated", "The file is truncated, so idle time may be work that was lost."),
@@ -147,11 +162,13 @@ def _blind_reasons(run: Run, rules: Iterable[Rule]) -> dict[str, str]:
     """Why rules cannot judge a run whose traces all lack something, by code; rules that can are left out."""
     issues = run.table(trace_quality.data_quality)
     reasons = []
-    for kind, families, reason in _REASONS:
+    for kind, names, reason in _REASONS:
         affected = issues.filter(pl.col("kind") == kind).select("window", "rank").unique().height
         if run.sources and affected == len(run.sources):
-            reasons.append((families, reason))
-    return {rule.code: reason for rule in rules for families, reason in reasons if family(rule.code) in families}
+            reasons.append((names, reason))
+    return {
+        rule.code: reason for rule in rules for names, reason in reasons if {rule.code, family(rule.code)} & {*names}
+    }
 
 
 def limit_findings(run: Run, findings: Iterable[Finding]) -> Iterator[Finding]:

@@ -236,6 +236,10 @@ def _led_throughout(run: Run, min_parts_ratio: float) -> pl.DataFrame:
     return run.table(stragglers.late_parts).filter(is_late & (pl.col("largest_ratio") * stragglers.PARTS <= 1))
 
 
+_RECORD = (
+    "Record a window of {ranks} and of another rank with the profiler (tracekit record -- python train.py) to see what "
+    "takes longer; check GPU clocks, temperature and other jobs on the node."
+)
 _LAUNCHED_LATE = (
     " Collectives are launched late: {} of the waiting is for collectives that start directly after launch."
 )
@@ -247,6 +251,11 @@ def _reason(run: Run, ranks: tuple[int, ...], excess: ExcessTime | None, lost_ns
 
     Of unknown kind where neither shows it.
     """
+    if trace_quality.has_collectives_only(run):
+        claim = f"{subject.name} {subject.verb('arrives', 'arrive')} late at collectives{subject.tail}"
+        return Reason(
+            "", claim, " What comes before was not recorded.", _RECORD.format(ranks=units.numbers("rank", ranks))
+        )
     balanced_ratio = 1 - len(ranks) / len(run.ranks)
     if reason := late_work.reason(run, excess, subject, lost_ns=lost_ns, balanced_ratio=balanced_ratio):
         return reason

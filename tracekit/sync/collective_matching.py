@@ -28,7 +28,8 @@ PAIRED = "send_recv"
 SEQ, ORDER, MESSAGES, NONE = "seq", "order", "messages", "none"
 
 CALLS = schema.columns(
-    "activity_id op group members group_size seq dtype bytes start_ns end_ns step phase unit", members=pl.String
+    "activity_id op group members group_size seq dtype bytes start_ns end_ns is_end_stated step phase unit",
+    members=pl.String,
 )
 
 _ROUNDS = 4
@@ -41,8 +42,9 @@ def calls(trace: Trace) -> pl.DataFrame:
     """Return the collectives of a trace as calls to match with other ranks.
 
     Columns as CALLS: group is the group's name; members distinguishes groups of the same name (ranks as text; null if
-    unknown); bytes is the larger of sent and received. One row per communication activity. If a trace lists only one
-    group, all its collectives belong to it. A send or receive with a known peer has op send_recv and a group of two,
+    unknown); bytes is the larger of sent and received; is_end_stated is false where end_ns is the time at which a log
+    was written, before which the call ended. One row per communication activity. If a trace lists only one group, all
+    its collectives belong to it. A send or receive with a known peer has op send_recv and a group of two,
     with members "FROM>TO".
     """
     activities = trace.activities.select("id", "start_ns", "dur_ns", "step", "phase", "unit")
@@ -52,6 +54,7 @@ def calls(trace: Trace) -> pl.DataFrame:
         .with_columns(
             pl.max_horizontal("sent_bytes", "received_bytes").alias("bytes"),
             (pl.col("start_ns") + pl.col("dur_ns")).alias("end_ns"),
+            pl.lit(schema.WRITE_TIMES not in trace.data_quality["kind"]).alias("is_end_stated"),
         )
         .sort("start_ns", "activity_id")
     )

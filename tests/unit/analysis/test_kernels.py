@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import tracekit
 from tests.support import drawn_kernels, drawn_traces
+from tests.support.cli_runner import ROOT
 from tests.support.drawn_kernels import Kernel
 from tracekit.analysis.compute import kernels
 from tracekit.errors import ConfigError
@@ -210,6 +211,37 @@ def test_kernels_of_a_graph_have_the_ops_of_the_eager_twin():
     named = kernels.kernels(run, ("op", "shapes"), ops=twin.op_columns)
     assert named.rows() == kernels.kernels(twin.run, ("op", "shapes")).rows()
     assert kernels.replay_attribution(run, twin) == (4, 4)
+
+
+def test_kernels_of_a_graph_have_the_modules_of_the_eager_twin():
+    eager = drawn_kernels.trace(LINEAR, GELU, ADD, around="nn.Module: Net.mlp")
+    replayed = as_graph(drawn_kernels.trace(LINEAR, GELU, ADD), 0, 1)
+    run, twin = drawn_traces.run(replayed), kernels.EagerTwin(drawn_traces.run(eager))
+    named = kernels.kernels(run, ("module",), ops=twin.op_columns)
+    assert {row["module"]: row["count"] for row in named.to_dicts()} == {"Net.mlp": 4, None: 2}
+    plain = kernels.kernels(run, ("module",))
+    assert {row["module"]: row["count"] for row in plain.to_dicts()} == {None: 6}
+
+
+def test_modules_that_places_of_the_twin_disagree_on_are_unknown():
+    first = drawn_kernels.trace(LINEAR, GELU, around="nn.Module: Net.first", steps=1)
+    second = drawn_kernels.trace(LINEAR, GELU, around="nn.Module: Net.first", steps=2)
+    other = pl.when(pl.col("step") == 1).then(pl.lit("nn.Module: Net.second")).otherwise("name")
+    names = pl.when(pl.col("kind") == "annotation").then(other).otherwise("name").alias("name")
+    second = second.replace(ops=second.ops.with_columns(names))
+    replayed = as_graph(drawn_kernels.trace(LINEAR, GELU, steps=1), 0, 1)
+    run = drawn_traces.run(replayed)
+    for eager, modules in ((first, {"Net.first"}), (second, {None})):
+        twin = kernels.EagerTwin(drawn_traces.run(eager))
+        assert set(kernels.kernels(run, ("module",), ops=twin.op_columns)["module"]) == modules
+
+
+@pytest.mark.parametrize(
+    ("sample", "advice"), [("cuda-graphs", "--eager-twin"), ("compiled", "--modules"), ("slow-rank", None)]
+)
+def test_a_run_without_modules_says_what_to_record(sample, advice):
+    missing = kernels.missing_modules(tracekit.load(ROOT / "sample_traces" / "gpu" / sample))
+    assert (missing is None) if advice is None else (missing is not None and advice in missing)
 
 
 def test_what_places_of_the_twin_disagree_on_is_unknown():

@@ -29,6 +29,8 @@ of the whole: what an all-gather receives, what a reduce-scatter sends.
 """
 
 SECOND_NS = 1_000_000_000
+_COMMON_END_NS = 56_000
+"""How far apart ranks leave a collective at most, as `median_departure` measured in recordings of four kinds of GPU."""
 _KEY = ("window", "instance")
 
 _INT, _TEXT, _FLOAT = pl.Int64(), pl.String(), pl.Float64()
@@ -152,7 +154,7 @@ def waits(run: Run) -> pl.DataFrame:
 
     Columns as WAITS; one row per window, instance and rank. A rank waits from its arrival to the last known arrival, or
     until it leaves; 0 where that is less than the residual, which is within clock error. Where a rank of the group has
-    no trace, the wait is a lower bound.
+    no trace, the wait is a lower bound. Of logs that state durations only, all ranks end at the median end.
     """
     calls = run.table(collective_matching.matched_calls).drop_nulls("instance")
     clocks = run.offsets.select("window", "rank", "residual_ns")
@@ -162,6 +164,7 @@ def waits(run: Run) -> pl.DataFrame:
         .filter(pl.col("residual_ns").is_not_null())
         .filter(pl.len().over(*_KEY) > 1)
     )
+    aligned = _with_common_ends(aligned)
     max_joined = pl.len().over(*_KEY).max().over("window", "group", "members").cast(pl.Int64)
     last_ns, residual_ns = pl.col("arrival_ns").max().over(*_KEY), pl.col("residual_ns").max().over(*_KEY)
     wait_ns = (pl.min_horizontal(last_ns, "end_ns") - pl.col("arrival_ns")).clip(0)
@@ -175,6 +178,27 @@ def waits(run: Run) -> pl.DataFrame:
         )
         .pipe(schema.select, WAITS.schema)
         .sort("window", "instance", "rank")
+    )
+
+
+def _with_common_ends(calls: pl.DataFrame) -> pl.DataFrame:
+    """Calls where those that state durations only (is_end_stated) end at the median end of their instance.
+
+    Ranks leave a collective together, so the durations alone say who arrived last.
+    """
+    if calls["is_end_stated"].all():
+        return calls
+    first_ns = pl.col("end_ns").min().over(*_KEY)
+    end_ns = first_ns + (pl.col("end_ns") - first_ns).median().over(*_KEY).round().cast(pl.Int64)
+    by_duration = ~pl.col("is_end_stated").all().over(*_KEY) & pl.col("op").is_in(collective_matching.TOGETHER)
+    residual_ns = pl.when(by_duration).then(_COMMON_END_NS).otherwise("residual_ns")
+    return calls.with_columns(
+        pl.when(by_duration)
+        .then(end_ns - pl.col("end_ns") + pl.col("start_ns"))
+        .otherwise("start_ns")
+        .alias("start_ns"),
+        pl.when(by_duration).then(end_ns).otherwise("end_ns").alias("end_ns"),
+        residual_ns.alias("residual_ns"),
     )
 
 

@@ -12,6 +12,7 @@ from tracekit.analysis.compute import call_paths
 from tracekit.analysis.time import breakdown, trace_columns
 from tracekit.errors import ConfigError
 from tracekit.model import nesting
+from tracekit.model.fact import trace_fact
 from tracekit.model.memoize import memoize
 from tracekit.model.nesting import Ints
 from tracekit.model.run import OnTrace, Run
@@ -22,30 +23,32 @@ MEASURES = ("count", "total_ns", "mean_ns", "p50_ns", "p95_ns", "max_ns", "sprea
 
 KEYS = ("name", "op", "shapes", "module", "unit", "phase", "span", "step", "device", "stream", "rank")
 """Keys to group kernels by; kind is always one, so that work of two kinds is never merged."""
-OpColumns: TypeAlias = Callable[[Trace], Sequence[pl.Series]]
-"""What names the operator of each activity, and the shapes of its inputs: two columns of a trace's activities."""
+OpColumns: TypeAlias = Callable[[Trace, Sequence[str]], Sequence[pl.Series]]
+"""What names operator, shapes of its inputs and module of each activity: those columns of REPLAY_COLUMNS by name."""
 
 _GRAPH_LAUNCH = "GraphLaunch"  # cudaGraphLaunch, hipGraphLaunch, cuGraphLaunch
-REPLAY_COLUMNS = ("op", "shapes")
+REPLAY_COLUMNS = ("op", "shapes", "module")
 
 
 @dataclass(frozen=True, eq=False)
 class EagerTwin:
-    """A run of the same program without CUDA graphs: the operators of its kernels, in the order of each stream."""
+    """A run of the same program without CUDA graphs: operators and modules of its kernels, in the order of streams."""
 
     run: Run
     _traces: dict[int, Trace] = field(default_factory=dict)
 
-    def op_columns(self, trace: Trace) -> list[pl.Series]:
-        """Return op and shapes of each activity as `recorded_ops`, of replayed ones by the twin where known."""
+    def op_columns(self, trace: Trace, names: Sequence[str] = ("op", "shapes")) -> list[pl.Series]:
+        """Return columns of each activity as `recorded_ops`, of replayed ones by the twin where known."""
         work = trace.activities.select(activity_id="id")
         captured = captured_ops(trace, self.of_rank(trace.rank)).with_columns(is_known=pl.col("op").is_not_null())
         joined = work.join(captured, on="activity_id", how="left", maintain_order="left")
         recorded = joined.with_columns(
-            column.alias(f"recorded_{name}") for name, column in zip(REPLAY_COLUMNS, recorded_ops(trace), strict=True)
+            column.alias(f"recorded_{name}") for name, column in zip(names, recorded_ops(trace, names), strict=True)
         )
+        known = {"module": pl.col("module").is_not_null()}  # the module of a compiled kernel has no operator
         return recorded.select(
-            pl.when("is_known").then(name).otherwise(f"recorded_{name}").alias(name) for name in REPLAY_COLUMNS
+            pl.when(known.get(name, pl.col("is_known"))).then(name).otherwise(f"recorded_{name}").alias(name)
+            for name in names
         ).get_columns()
 
     def of_rank(self, rank: int) -> Trace:
@@ -56,9 +59,16 @@ class EagerTwin:
         return self._traces[twin_rank]
 
 
-def recorded_ops(trace: Trace) -> list[pl.Series]:
-    """Return name and shapes of the innermost op around the launch of each activity; null where unknown."""
-    return launching_op_columns(trace, ("name", "shapes"))
+def recorded_ops(trace: Trace, names: Sequence[str] = ("op", "shapes")) -> list[pl.Series]:
+    """Return columns of REPLAY_COLUMNS for each activity; null where unknown.
+
+    `op` and `shapes` are those of the innermost op around the launch, `module` that of `call_paths`.
+    """
+    op, shapes = launching_op_columns(trace, ("name", "shapes"))
+    columns = {"op": op, "shapes": shapes}
+    if "module" in names:  # slow: only where it is shown
+        columns["module"] = call_paths.activity_modules(trace)
+    return [columns[name].alias(name) for name in names]
 
 
 def kernels(
@@ -154,12 +164,8 @@ def _with_keys(trace: Trace, keys: Sequence[str], ops: OpColumns) -> pl.DataFram
     if "stream" in keys or "device" in keys:
         lanes = trace.lanes.select("lane", "device", stream="name")
         work = work.join(lanes, on="lane", maintain_order="left")
-    if "op" in keys or "shapes" in keys:
-        op, shapes = ops(trace)
-        work = work.with_columns(op=op, shapes=shapes)
-    if "module" in keys:
-        work = work.with_columns(call_paths.activity_modules(trace))
-    return work
+    names = tuple(name for name in REPLAY_COLUMNS if name in keys)
+    return work.with_columns(ops(trace, names)) if names else work
 
 
 def launching_op_columns(trace: Trace, columns: Sequence[str]) -> list[pl.Series]:
@@ -239,11 +245,11 @@ def is_replayed(trace: Trace) -> pl.Series:
 
 
 def captured_ops(trace: Trace, twin: Trace) -> pl.DataFrame:
-    """Operators that launched the replayed kernels of a trace when they were captured.
+    """Operators and modules that launched the replayed kernels of a trace when they were captured.
 
     The kernels that one graph launch puts on a stream are looked up in the twin: as a run of kernels of the same names
     in the same order on one stream. Where several runs of the twin match, only what they agree on is taken. Columns
-    activity_id, op and shapes, null where unknown; one row per replayed activity.
+    activity_id, op, shapes and module, null where unknown; one row per replayed activity.
     """
     work = trace.activities.filter(is_replayed(trace)).sort("launch_id", "lane", "start_ns", "id")
     streams = _streams(twin)
@@ -254,13 +260,13 @@ def captured_ops(trace: Trace, twin: Trace) -> pl.DataFrame:
         if names not in ops_of_names:
             ops_of_names[names] = list(_look_up_ops(streams, names))
         rows += [(number, *ops) for number, ops in zip(stream_work["id"], ops_of_names[names], strict=True)]
-    types = {"activity_id": pl.Int64, "op": pl.String, "shapes": pl.String}
+    types = {"activity_id": pl.Int64, **dict.fromkeys(REPLAY_COLUMNS, pl.String)}
     return pl.DataFrame(rows, types, orient="row")
 
 
 @dataclass(frozen=True, eq=False)
 class _Streams:
-    """Kernels by stream and start: the code of each name, its stream, and columns op and shapes."""
+    """Kernels by stream and start: the code of each name, its stream, and columns REPLAY_COLUMNS."""
 
     codes: dict[str, int]
     tokens: Ints
@@ -270,8 +276,7 @@ class _Streams:
 
 @memoize
 def _streams(twin: Trace) -> _Streams:
-    op, shapes = launching_op_columns(twin, ("name", "shapes"))
-    work = twin.activities.with_columns(op=op, shapes=shapes).filter(~is_replayed(twin))
+    work = twin.activities.with_columns(recorded_ops(twin, REPLAY_COLUMNS)).filter(~is_replayed(twin))
     work = work.sort("lane", "start_ns", "id")
     names = work["name"].unique(maintain_order=True)
     codes = {name: code for code, name in enumerate(names)}
@@ -280,7 +285,7 @@ def _streams(twin: Trace) -> _Streams:
 
 
 def _look_up_ops(streams: _Streams, names: tuple[str, ...]) -> Iterator[tuple[str | None, ...]]:
-    """Yield op and shapes of each of these kernels in the twin, None where unknown or not the same everywhere."""
+    """Yield the columns of each of these kernels in the twin, None where unknown or not the same everywhere."""
     # Rows at which a run of kernels with these names begins.
     codes = [streams.codes.get(name, -1) for name in names]
     starts: Ints = np.flatnonzero(streams.tokens[: len(streams.tokens) - len(names) + 1] == codes[0])
@@ -291,6 +296,30 @@ def _look_up_ops(streams: _Streams, names: tuple[str, ...]) -> Iterator[tuple[st
         same = streams.ops[starts + offset]
         agreed = [same[name].unique() for name in REPLAY_COLUMNS]
         yield tuple(values.item() if len(values) == 1 else None for values in agreed)
+
+
+@trace_fact
+def attributed_kernels(trace: Trace) -> pl.DataFrame:
+    """Kernels of a trace: columns kernels, in_modules (whose module is known), replayed (by CUDA graphs); one row."""
+    is_kernel = trace.activities["kind"].is_in(["compute", "communication"])
+    in_modules = call_paths.activity_modules(trace).is_not_null() & is_kernel
+    counts = (int(is_kernel.sum()), int(in_modules.sum()), int((is_replayed(trace) & is_kernel).sum()))
+    return pl.DataFrame([counts], schema=dict.fromkeys(("kernels", "in_modules", "replayed"), pl.Int64), orient="row")
+
+
+def missing_modules(run: Run) -> str | None:
+    """Why no kernel of a run has a module, and what to record; None where some have, or there are none."""
+    sums = run.table(attributed_kernels).select(pl.exclude("window", "rank").sum())
+    kernel_count, in_modules, replayed = sums.select("kernels", "in_modules", "replayed").row(0)
+    if not kernel_count or in_modules:
+        return None
+    record = "tracekit record --modules, or the profiler with with_stack=True"
+    if not replayed:
+        return f"no call of a module was recorded; record them: {record}"
+    return (
+        f"{replayed:,} of {kernel_count:,} kernels run in CUDA graphs, whose modules ran when these were captured; "
+        f"record the same program without CUDA graphs and with modules ({record}), and name it: --eager-twin RUN"
+    )
 
 
 def replay_attribution(run: Run, twin: EagerTwin) -> tuple[int, int]:

@@ -116,7 +116,8 @@ class SequenceOptions:
     eager_twin: Annotated[
         str | None,
         typer.Option(
-            metavar="RUN", help="The same program recorded without CUDA graphs: names the ops of kernels in graphs."
+            metavar="RUN",
+            help="The same program recorded without CUDA graphs: names ops and modules of kernels in graphs.",
         ),
     ] = None
 
@@ -192,6 +193,9 @@ def _write_kernels(source: RunOptions, work: WorkOptions, sequence: SequenceOpti
         callback = bar.trace_callback(len(run.sources))
         rows = analysis.with_launch_delays(run, work.keys, ops=ops, on_progress=callback)
     table.write_rows(rows, summary_tables.totals)
+    is_without_modules = "module" in work.keys and rows["module"].null_count() == rows.height
+    if is_without_modules and (missing := analysis.missing_modules(run)) is not None:
+        output.notify(missing)
 
 
 def _write_sequences(source: RunOptions, sequence: SequenceOptions, table: TotalsOptions) -> None:

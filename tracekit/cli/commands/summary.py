@@ -79,10 +79,20 @@ def summary(
         facts, rows_of = view(by)
         run = source.measure(facts, opened)
         rows = rows_of(run)
-        missing = _missing_work(run) if by is By.STEP else None
+        missing = _MISSING[by](run) if by in _MISSING else None
     table.write_document(summary_tables.document(rows))
     if missing:
         output.notify(missing)
+
+
+def _missing_compute(run: "Run") -> str | None:
+    from tracekit.analysis.quality import trace_quality
+
+    if trace_quality.has_collectives_only(run):
+        return "compute was not recorded: idle is all time outside collectives"
+    if trace_quality.has_spans_only(run):
+        return "the log has spans of the host: compute is time in forward, backward and the optimizer"
+    return None
 
 
 def view(by: By) -> "View":
@@ -100,9 +110,10 @@ def _missing_work(run: "Run") -> str | None:
 
 
 def _by_rank() -> "View":
+    from tracekit.analysis.quality import trace_quality
     from tracekit.analysis.time import breakdown
 
-    return [breakdown.by_rank, breakdown.by_step], breakdown.slowest_device_in_steps
+    return [breakdown.by_rank, breakdown.by_step, trace_quality.data_quality], breakdown.slowest_device_in_steps
 
 
 def _by_step() -> "View":
@@ -197,3 +208,5 @@ _VIEWS: dict[By, Callable[[], "View"]] = {
     By.UNKNOWN_WORK: _by_unknown_work,
     By.FILE: _by_file,
 }
+_MISSING: dict[By, Callable[["Run"], str | None]] = {By.RANK: _missing_compute, By.STEP: _missing_work}
+"""What a table leaves out, by table; None where that is nothing."""

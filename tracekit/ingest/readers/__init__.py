@@ -14,8 +14,18 @@ from tracekit.ingest.readers import foreign_formats
 from tracekit.ingest.readers.dftracer import DFTracerLogs
 from tracekit.ingest.readers.execution_trace import ExecutionTraces
 from tracekit.ingest.readers.kineto.format import KinetoTraces
-from tracekit.ingest.readers.logs import AttemptsLogs, CheckpointLogs, Manifests, MemorySnapshots, MetricsLogs
+from tracekit.ingest.readers.logs import (
+    AttemptsLogs,
+    CheckpointLogs,
+    FlightRecorderDumps,
+    Manifests,
+    MemorySnapshots,
+    MetricsLogs,
+)
+from tracekit.ingest.readers.nccl_inspector import NCCLInspectorLogs
 from tracekit.ingest.readers.reader import Reader, TraceInfo
+from tracekit.ingest.readers.rocprofv3 import Rocprofv3Results
+from tracekit.ingest.readers.torchtitan import TorchtitanLogs
 from tracekit.model import plugins
 from tracekit.model.trace import Trace
 
@@ -52,6 +62,19 @@ class NsightExports(_BinaryFormat):
         return head.startswith(b"SQLite format 3\0") and b"StringIds" in head
 
 
+class XPlaneProfiles(_BinaryFormat):
+    """Reads the protobuf files of XLA's profiler, plain, gzip or zstd: a trace for each GPU or TPU."""
+
+    name = "XPlane profile"
+    suffixes = tuple(f".xplane.pb{packed}" for packed in ("", ".gz", ".zst"))
+    contents = "work of each GPU or TPU, its steps, launches and annotations of the host; JAX, TensorFlow, PyTorch/XLA"
+    package = "xplane"
+
+    def sniff(self, head: bytes, name: str) -> bool:
+        """Return whether a file is named as profiles are, and begins with a plane."""
+        return head.startswith(b"\x0a") and name.lower().endswith(self.suffixes)
+
+
 class PerfettoTraces(_BinaryFormat):
     """Reads Perfetto's protobuf files, plain, gzip or zstd: the ranks of an export, or one trace for each rank."""
 
@@ -75,11 +98,16 @@ READERS: tuple[Reader, ...] = (
     CheckpointLogs(),
     MetricsLogs(),
     AttemptsLogs(),
+    FlightRecorderDumps(),
     MemorySnapshots(),
     ExecutionTraces(),
     DFTracerLogs(),
+    NCCLInspectorLogs(),
+    TorchtitanLogs(),
+    XPlaneProfiles(),
     PerfettoTraces(),
     NsightExports(),
+    Rocprofv3Results(),
     KinetoTraces(),
 )
 
@@ -98,6 +126,11 @@ def find(head: bytes, name: str) -> Reader | None:
 def trace_suffixes() -> tuple[str, ...]:
     """Return the endings of the names of files that may have traces."""
     return tuple(dict.fromkeys(s for reader in available() if reader.has_traces for s in reader.suffixes))
+
+
+def may_have_traces(name: str) -> bool:
+    """Return whether a file in a folder may have traces, by its name in lower case."""
+    return any(reader.has_traces and reader.has_name(name) for reader in available())
 
 
 def companion_suffixes() -> tuple[str, ...]:

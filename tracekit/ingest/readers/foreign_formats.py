@@ -79,6 +79,11 @@ FORMATS = (
         lambda head: head.startswith(_SQLITE) and b"CUPTI_ACTIVITY_KIND" in head,
         (".nvvp",),
     ),
+    ForeignFormat(
+        "a database of Ascend PyTorch Profiler",
+        "tracekit does not read it; name the trace_view.json that the profiler writes beside it (export_type Text)",
+        lambda head: head.startswith(_SQLITE) and b"STRING_IDS" in head and b"TASK" in head,
+    ),
     ForeignFormat("a SQLite database", _NO_TRACE, _starts(_SQLITE)),
     ForeignFormat(
         "an Nsight Compute report",
@@ -87,8 +92,8 @@ FORMATS = (
         (".ncu-rep", ".ncu-repz"),
     ),
     ForeignFormat(
-        "an XPlane profile (JAX, TensorFlow or PyTorch/XLA)",
-        f"tracekit does not read it; of a PyTorch run, {_RECORD}",
+        "named like an XPlane profile (JAX, TensorFlow or PyTorch/XLA), but does not begin with a plane of one",
+        "copy or record it again",
         _never,
         (".xplane.pb",),
     ),

@@ -66,8 +66,14 @@ class Reader(Protocol):
     """Whether a companion adds to operators only, by the ids of their record functions."""
     has_record_ids: bool = False
     """Whether operators state the ids of their record functions, as PyTorch's profiler writes them."""
+    is_log: bool = False
+    """Whether such a file, which has a part of what a profiler records, is read only where there is no other trace."""
     usage: str = ""
     """What to do with such a file where a trace is expected; only for formats without traces."""
+
+    def has_name(self, name: str) -> bool:
+        """Return whether a file in a folder may have this format, by its name in lower case."""
+        return name.endswith(self.suffixes)
 
     def sniff(self, head: bytes, name: str) -> bool:
         """Return whether a file has this format, from its first bytes (decompressed, 256 KiB at most) and its name."""

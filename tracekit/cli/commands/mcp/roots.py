@@ -14,7 +14,6 @@ from tracekit.rules import report_cache
 
 MAX_DEPTH = 3
 MAX_RUNS = 500
-_POSSIBLE_TRACES = (*readers.trace_suffixes(), *archives.SUFFIXES)
 
 
 class Roots:
@@ -66,7 +65,7 @@ class Roots:
         runs = [run for child in _folders(folder) for run in self._runs_below(child, depth - 1)] if depth else []
         yield from runs
         # Without runs below, any JSON file may be a trace, and an archive may have some.
-        if not runs and any(name.lower().endswith(_POSSIBLE_TRACES) for name in names):
+        if not runs and any(map(_may_have_traces, names)):
             yield folder
 
     def _contains(self, path: Path) -> bool:
@@ -90,7 +89,7 @@ def contents(path: Path) -> list[str]:
         "hang dumps": any(name.endswith(conventions.HANG_SUFFIX) for name in names),
     }
     # A JSON file of any other name is a trace at most where nothing else is there.
-    kinds["traces"] |= not any(kinds.values()) and any(name.endswith(_POSSIBLE_TRACES) for name in names)
+    kinds["traces"] |= not any(kinds.values()) and any(map(_may_have_traces, names))
     return [kind for kind, is_there in kinds.items() if is_there]
 
 
@@ -105,7 +104,12 @@ def _is_named_trace(name: str) -> bool:
     lower = name.lower()
     other = (conventions.TRUTH_FILE, conventions.MANIFEST_FILE, conventions.HANG_SUFFIX, *snapshot_files.SUFFIXES)
     is_named = "trace" in lower or "rank" in lower or not lower.endswith(".json")
-    return lower.endswith(readers.trace_suffixes()) and is_named and not lower.endswith(other)
+    return readers.may_have_traces(lower) and is_named and not lower.endswith(other)
+
+
+def _may_have_traces(name: str) -> bool:
+    lower = name.lower()
+    return readers.may_have_traces(lower) or lower.endswith(archives.SUFFIXES)
 
 
 def _names(folder: Path) -> list[str]:

@@ -13,16 +13,12 @@ from functools import cached_property
 from typing import Any
 
 from tracekit.ingest import untrusted_json
-from tracekit.ingest.readers.normalize.events import Args, MessageBytes
+from tracekit.ingest.readers.normalize import nccl_calls
+from tracekit.ingest.readers.normalize.events import Args
 from tracekit.ingest.readers.nsight.database import Database, Texts
 from tracekit.model.manifest import MAX_RANKS
 
-_FUNCTION = re.compile(r"p?nccl(AllReduce|AllGather|ReduceScatter|Broadcast|Bcast|Reduce|Send|Recv|AllToAll|AlltoAll)$")
-_OPS = {
-    "AllReduce": "allreduce", "AllGather": "all_gather", "ReduceScatter": "reduce_scatter", "Broadcast": "broadcast",
-    "Bcast": "broadcast", "Reduce": "reduce", "Send": "send", "Recv": "recv", "AllToAll": "all_to_all",
-    "AlltoAll": "all_to_all",
-}  # fmt: skip
+_FUNCTION = re.compile(rf"p?nccl({'|'.join(nccl_calls.OPS)})$")
 _COMMUNICATOR, _SIZE, _RANK, _RANKS, _PEER = (
     "NCCL communicator ID",
     "Message size [bytes]",
@@ -127,7 +123,7 @@ def args_of(name: str, fields: Fields, communicators: Communicators) -> Args | N
     match = _FUNCTION.match(name)
     if match is None:
         return None
-    op, communicator = _OPS[match[1]], fields.get(_COMMUNICATOR)
+    op, communicator = nccl_calls.OPS[match[1]], fields.get(_COMMUNICATOR)
     size = None if communicator is None else communicators.size_of.get(communicator)
     stated: dict[str, Any] = {"collective": op, "group_size": size}
     if communicator is not None:
@@ -135,17 +131,5 @@ def args_of(name: str, fields: Fields, communicators: Communicators) -> Args | N
     if (peer := fields.get(_PEER, -1)) >= 0:
         stated["destination" if op == "send" else "source"] = peer
     if 0 <= (part_bytes := fields.get(_SIZE, -1)) < _MOST_BYTES:
-        stated["message_bytes"] = _message_bytes(op, part_bytes, size)
+        stated["message_bytes"] = nccl_calls.message_bytes(op, part_bytes, size)
     return Args(**stated)
-
-
-def _message_bytes(op: str, part_bytes: int, ranks: int | None) -> MessageBytes:
-    """Bytes that a rank sends and receives: NCCL states those of one rank's part."""
-    total_bytes = None if ranks is None else part_bytes * ranks
-    if op == "all_gather":
-        return MessageBytes(part_bytes, total_bytes)
-    if op == "reduce_scatter":
-        return MessageBytes(total_bytes, part_bytes)
-    if op == "all_to_all":  # NCCL states the part for one peer
-        return MessageBytes(total_bytes, total_bytes)
-    return MessageBytes(part_bytes, part_bytes)

@@ -1,0 +1,1 @@
+"""XPlane profiles of XLA: JAX, TensorFlow, PyTorch/XLA."""
