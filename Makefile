@@ -142,4 +142,4 @@ format: $(VENV)/.test
 	@$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist .cache *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
