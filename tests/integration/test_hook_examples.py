@@ -4,6 +4,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,14 @@ import tracekit
 from tests.integration import recordings
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 pytestmark = pytest.mark.accuracy  # libraries that no extra of ours installs, and minutes
 
 
 def run_example(name: str, *arguments: object, launcher: tuple[str, ...] = TORCHRUN) -> None:
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])  # where the hook finds tracekit
+    ours = {"PATH": path, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    environment = os.environ | ours
     command = [sys.executable, *launcher, str(EXAMPLES / f"{name}.py"), *map(str, arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
