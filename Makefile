@@ -26,7 +26,7 @@ PLUGINS := --disable-plugin-autoload -p xdist -p timeout -p hypothesispytest
 TESTS ?=
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test quick accuracy checks lint types imports unit fuzz format clean
+.PHONY: help demo test quick accuracy checks lint types imports unit fuzz docs wheel format clean
 
 help:
 	@echo "make demo    train under FSDP2 and YaFSDP, check both runs, compare them (about 5 minutes after installation)"
@@ -34,6 +34,8 @@ help:
 	@echo "make quick   the inner loop: lint, types, imports, unit tests (about 3 minutes)"
 	@echo "make accuracy what measures truth on many runs, and writes docs/lab (hours); RUNS=40 JOBS=2"
 	@echo "make fuzz    hostile inputs with fresh seeds, for SECONDS=60"
+	@echo "make docs    the documentation site in build/site, strictly: a broken link is an error"
+	@echo "make wheel   the wheel in dist, installed into an empty environment and tried there"
 	@echo "make format  rewrite the sources in house style"
 	@echo "make clean   remove .venv and everything that was built"
 
@@ -56,9 +58,14 @@ $(VENV)/.demo: pyproject.toml constraints.txt $(VENV)/.torch
 	@touch $@
 
 $(VENV)/.test: pyproject.toml constraints.txt $(VENV)/.torch
-	@echo "tracekit: installing tracekit with the extras [all,dev]"
-	@$(call install,all$(comma)dev)
-	@touch $@ $(VENV)/.demo
+	@echo "tracekit: installing tracekit with the extras [all,dev,docs]"
+	@$(call install,all$(comma)dev$(comma)docs)
+	@touch $@ $(VENV)/.demo $(VENV)/.docs
+
+$(VENV)/.docs: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "tracekit: installing what builds the site"
+	@$(call install,docs)
+	@touch $@
 
 demo: $(VENV)/.demo
 	@$(BIN)/python -m instrumented_trainers.demo --out $(DEMO)
@@ -121,9 +128,19 @@ SECONDS ?= 60
 fuzz: $(VENV)/.test
 	@$(BIN)/python -m tests.fuzz --seconds $(SECONDS)
 
+docs: $(VENV)/.docs
+	@$(BIN)/python -m website.build
+
+wheel: $(BIN)/python
+	@rm -rf dist build/empty
+	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	@$(BIN)/python -m venv build/empty
+	@build/empty/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt dist/*.whl
+	@cd build && empty/bin/tracekit check --sample && empty/bin/python -m tracekit --version
+
 format: $(VENV)/.test
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist .cache *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -106,3 +106,17 @@ def test_every_entry_point_leads_to_a_module_that_is_there() -> None:
     scripts = PROJECT["project"]["scripts"].values()
     plugins = [each for group in PROJECT["project"]["entry-points"].values() for each in group.values()]
     assert not [each for each in [*scripts, *plugins] if find_spec(each.partition(":")[0]) is None]
+
+
+def test_the_container_gets_every_file_that_the_wheel_is_built_from() -> None:
+    """The image is built from these files alone: what is not let through would be missing in its wheel."""
+    lines = (ROOT / ".containerignore").read_text(encoding="utf-8").splitlines()
+    let_through = {line.removeprefix("!") for line in lines if line.startswith("!")}
+    needed = {
+        *WHEEL["packages"],
+        *WHEEL["force-include"],
+        PROJECT["project"]["readme"],
+        *PROJECT["project"]["license-files"],
+    }
+    assert needed | {"pyproject.toml", "constraints.txt"} == let_through
+    assert "*" in lines

@@ -61,6 +61,7 @@ RULES: tuple[type[Rule], ...] = (
     CpuStarvation, BlockingBackgroundSave, AmplifiedRestore, SuboptimalInterval, LostOnPowerFailure,
     UnverifiedShards, CrowdedSave, SeveralWriters, DoubtfulTrace,
 )  # fmt: skip
+"""Every rule. `tracekit explain CODE` prints what a rule measures, how to fix what it finds, and its blind spots."""
 
 
 def all_rules() -> tuple[type[Rule], ...]:

@@ -15,6 +15,7 @@ DISTRIBUTIONS = {
     "dask_jobqueue": "dask-jobqueue",
     "google": "protobuf",
     "hta": "traceinsight",
+    "opentelemetry": "opentelemetry-exporter-otlp-proto-http",
     "prometheus_client": "prometheus-client",
     "pytorch_lightning": "pytorch-lightning",
 }
@@ -66,6 +67,7 @@ def declared(*extras: str) -> set[str]:
                 "pytest",
                 "remote",
                 "tensorboard",
+                "otlp",
                 "prometheus",
             },
         ),

@@ -44,6 +44,7 @@ class ExportFormat(StrEnum):
 
 
 ADDRESS = "127.0.0.1"
+_PUSH_INTERVAL_S = 10
 _FIRST_BYTES = 64 << 10
 _MAX_VALUE = 1e300
 
@@ -97,10 +98,15 @@ def export(
     ] = None,
     export_format: Annotated[ExportFormat, typer.Option("--format", help="See above.")] = ExportFormat.PERFETTO,
     serve: Annotated[
-        int | None,
+        str | None,
         typer.Option(
-            metavar="PORT", min=0, max=65535, help="Prometheus: serve the latest step on 127.0.0.1 in place of a file."
+            metavar="[ADDRESS:]PORT",
+            help="Prometheus: serve the latest step in place of a file, on 127.0.0.1 without an address.",
         ),
+    ] = None,
+    push: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Otlp: send all steps to a collector, and further ones while ranks write."),
     ] = None,
     findings: Annotated[
         bool,
@@ -124,7 +130,7 @@ def export(
     prometheus   the latest step of each rank, as text for the node exporter,
                  or served by --serve
     openmetrics  all steps with their times, as promtool backfills them
-    otlp         all steps as OpenTelemetry JSON lines
+    otlp         all steps as OpenTelemetry JSON lines, or sent by --push
     tensorboard  all steps as scalars, a folder per rank
 
     In a Perfetto trace, each rank is a process, and each stream or thread a track. Slices that overlap others without
@@ -134,8 +140,13 @@ def export(
     if serve is not None:
         _serve(Path(source.run), serve, export_format, out)
         return
+    if push is not None:
+        _push(Path(source.run), push, export_format, out)
+        return
     if out is None:
-        raise ConfigError("--out PATH is needed, or --serve PORT with --format prometheus")
+        raise ConfigError(
+            "--out PATH is needed, or --serve PORT with --format prometheus, or --push URL with --format otlp"
+        )
     if export_format is ExportFormat.HTML:
         write_page(source, view, out)
         return
@@ -145,27 +156,70 @@ def export(
     _write_perfetto(source, work, out, findings=findings, with_path=critical_path)
 
 
-def _serve(folder: Path, port: int, export_format: ExportFormat, out: Path | None) -> None:
-    """Serve the metrics at http://127.0.0.1:PORT/metrics until interrupted. Raises InputError if the port is in use."""
+def serve_address(text: str) -> tuple[str, int]:
+    """Address and port of `--serve`; raises ConfigError if there is no port.
+
+    >>> serve_address("9464"), serve_address("0.0.0.0:9464"), serve_address("[::1]:0")
+    (('127.0.0.1', 9464), ('0.0.0.0', 9464), ('::1', 0))
+    """
+    address, _, port = text.rpartition(":")
+    if not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
+        raise ConfigError(
+            f"--serve {text}: name a port from 0 to 65535, or an address and a port, such as 0.0.0.0:9464"
+        )
+    return address.removeprefix("[").removesuffix("]") or ADDRESS, int(port)
+
+
+def _serve(folder: Path, place: str, export_format: ExportFormat, out: Path | None) -> None:
+    """Serve the metrics at /metrics until interrupted. Raises InputError if the address cannot be used."""
     from tracekit.report.export import step_metrics
 
     if out is not None or export_format not in (ExportFormat.PROMETHEUS, ExportFormat.OPENMETRICS):
         raise ConfigError("--serve is for --format prometheus, without --out")
+    address, port = serve_address(place)
     step_metrics.require_library()
     from prometheus_client import CollectorRegistry, start_http_server
 
     registry = CollectorRegistry(auto_describe=False)
     registry.register(LatestMetrics(folder))
     try:
-        server, thread = start_http_server(port, addr=ADDRESS, registry=registry)
+        server, thread = start_http_server(port, addr=address, registry=registry)
     except OSError as error:
-        raise InputError(f"port {port}: {error.strerror}; choose another with --serve") from None
-    output.notify(f"metrics of {folder} at http://{ADDRESS}:{server.server_port}/metrics; stop with Ctrl-C")
+        raise InputError(f"--serve {place}: {error.strerror}; choose another address or port") from None
+    shown = f"[{address}]" if ":" in address else address
+    output.notify(f"metrics of {folder} at http://{shown}:{server.server_port}/metrics; stop with Ctrl-C")
     try:
         while thread.is_alive():
             time.sleep(1)
     except KeyboardInterrupt:
         server.shutdown()
+
+
+def _push(folder: Path, url: str, export_format: ExportFormat, out: Path | None) -> None:
+    """Send the metrics to a collector, and further steps until no rank writes or the user interrupts.
+
+    Raises InputError if the collector does not take the first or the last steps; others are sent again with the next.
+    """
+    if out is not None or export_format is not ExportFormat.OTLP:
+        raise ConfigError("--push is for --format otlp, without --out")
+    from tracekit.model import units
+    from tracekit.report.export import otlp_push, step_metrics
+
+    collector = otlp_push.Collector(url)
+    unsent = otlp_push.UnsentSteps(folder)
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            is_running = step_metrics.is_being_written(folder)  # asked first: steps may come while others are sent
+            try:
+                unsent.send(collector)
+            except InputError as error:
+                if not is_running or not unsent.sent_count:
+                    raise
+                output.notify(f"{error}; they are sent again with the next steps")
+            if not is_running:
+                break
+            time.sleep(_PUSH_INTERVAL_S)
+    output.notify(f"{folder}: {units.count(unsent.sent_count, 'step')} sent to {collector.shown}")
 
 
 def _write_metrics(folder: Path, export_format: ExportFormat, out: Path) -> None:

@@ -60,6 +60,11 @@ def samples(folder: Path) -> pl.DataFrame:
     return pl.concat(parts).sort("rank", "name", "step", maintain_order=True)
 
 
+def timed_samples(folder: Path) -> pl.DataFrame:
+    """Samples whose times are known, columns COLUMNS; raises InputError without a metrics log or without times."""
+    return _with_times(samples(folder))
+
+
 def run_name(folder: Path) -> str:
     """Return the name of a run's folder, with '?' for bytes that are not text."""
     return folder.resolve().name.encode("utf-8", "replace").decode()
@@ -83,21 +88,37 @@ def logs(folder: Path) -> dict[int, list[Path]]:
 
 def otlp_lines(run: str, samples: pl.DataFrame) -> Iterator[bytes]:
     """Yield the line of each rank of the samples, columns of `step_metrics`. Raises InputError without times."""
-    timed = samples.drop_nulls("at_ns")
-    if timed.is_empty():
-        raise InputError("the times of the steps are not known: the run has no run.json or its log no step_time_ns")
-    for (rank,), rank_samples in timed.group_by("rank", maintain_order=True):
+    for (rank,), rank_samples in _with_times(samples).group_by("rank", maintain_order=True):
         metrics = [_metric(str(name), points) for (name,), points in rank_samples.group_by("name", maintain_order=True)]
         resource = {
             "attributes": [
-                _otlp_text("service.name", "tracekit"),
-                _otlp_text("tracekit.run", run),
-                _whole("rank", rank),
+                _whole(key, value) if isinstance(value, int) else _otlp_text(key, value)
+                for key, value in otlp_resource(run, int(str(rank))).items()
             ]
         }
         scope = {"name": "tracekit", "version": conventions.VERSION}
         scoped = [{"scope": scope, "metrics": metrics}]
         yield json.dumps({"resourceMetrics": [{"resource": resource, "scopeMetrics": scoped}]}).encode() + b"\n"
+
+
+def otlp_resource(run: str, rank: int) -> dict[str, str | int]:
+    """Attributes of what sent the metrics, in OpenTelemetry's terms."""
+    return {"service.name": "tracekit", "tracekit.run": run, "rank": rank}
+
+
+def otlp_name(name: str) -> str:
+    """Name of a metric of the logs in OpenTelemetry."""
+    return f"{_PREFIX}.{name}"
+
+
+def otlp_unit(name: str) -> str:
+    """Unit of a metric of the logs by UCUM, from the ending of its name; empty without one."""
+    return next((unit for ending, unit in _UNITS.items() if name.endswith(ending)), "")
+
+
+def is_being_written(folder: Path) -> bool:
+    """Whether a rank still writes its metrics log."""
+    return any(folder.glob(f"rank*{conventions.METRICS_SUFFIX}{conventions.PARTIAL_SUFFIX}"))
 
 
 def require_library() -> None:
@@ -133,9 +154,7 @@ def history(run: str, samples: pl.DataFrame) -> bytes:
     from prometheus_client import CollectorRegistry
     from prometheus_client.openmetrics.exposition import generate_latest
 
-    timed = samples.drop_nulls("at_ns").sort("name", "rank", "at_ns")
-    if timed.is_empty():
-        raise InputError("the times of the steps are not known: the run has no run.json or its log no step_time_ns")
+    timed = _with_times(samples).sort("name", "rank", "at_ns")
     registry = CollectorRegistry(auto_describe=False)
     registry.register(StaticCollector(_families(run, timed.select("name", "rank", "value", "at_ns").rows())))
     return bytes(generate_latest(registry))  # type: ignore[no-untyped-call]
@@ -166,6 +185,13 @@ def write_tensorboard(samples: pl.DataFrame, out: Path) -> None:
         writer.close()
 
 
+def _with_times(samples: pl.DataFrame) -> pl.DataFrame:
+    timed = samples.drop_nulls("at_ns")
+    if timed.is_empty():
+        raise InputError("the times of the steps are not known: the run has no run.json or its log no step_time_ns")
+    return timed
+
+
 def _of_rank(rank: int, paths: Iterable[Path], created_ns: int | None) -> pl.DataFrame:
     parts = [MetricsLogs().read(str(path), TraceInfo(), rank=rank, window=0).metrics for path in paths]
     metrics = pl.concat([schema.METRICS.empty(), *parts])
@@ -178,12 +204,11 @@ def _of_rank(rank: int, paths: Iterable[Path], created_ns: int | None) -> pl.Dat
 
 
 def _metric(name: str, points: pl.DataFrame) -> dict[str, Any]:
-    unit = next((unit for ending, unit in _UNITS.items() if name.endswith(ending)), "")
     listed = [
         {"attributes": [_whole("step", step)], "timeUnixNano": str(at_ns), "asDouble": value}
         for step, value, at_ns in points.select("step", "value", "at_ns").iter_rows()
     ]
-    return {"name": f"tracekit.{name}", "unit": unit, "gauge": {"dataPoints": listed}}
+    return {"name": otlp_name(name), "unit": otlp_unit(name), "gauge": {"dataPoints": listed}}
 
 
 def _otlp_text(key: str, value: str) -> dict[str, Any]:

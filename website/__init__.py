@@ -1,0 +1,1 @@
+"""The documentation site: what `zensical.toml` needs besides the pages in docs/."""
