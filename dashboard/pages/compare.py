@@ -78,7 +78,8 @@ def _by_size(entries: Sequence[RunEntry]) -> ScalingComparison | None:
 def _scaling_headline(compared: ScalingComparison) -> Headline:
     """Sentence on the run with the most GPUs."""
     largest = max(compared.steps, key=lambda step: (step.run.gpus, step.run.step_work))
-    return Headline(scaling.headline(largest, compared), scaling.losses(largest), status=scaling.status(largest))
+    text, losses = map(comparison.with_minus_signs, (scaling.headline(largest, compared), scaling.losses(largest)))
+    return Headline(text, losses, status=scaling.status(largest))
 
 
 def _scaling(compared: ScalingComparison) -> None:
@@ -94,8 +95,7 @@ def _scaling(compared: ScalingComparison) -> None:
         "Efficiency is throughput per GPU over that of the first run. The ideal step has its GPU time per token; what "
         "the parts take longer adds up to what the step does. Verdicts below compare steps of different work."
     )
-    for note in compared.notes:
-        widgets.note(f"{note}.")
+    _show_notes(compared.notes)
 
 
 def _differences(reference: RunEntry, candidates: Sequence[RunEntry]) -> None:
@@ -109,8 +109,7 @@ def _differences(reference: RunEntry, candidates: Sequence[RunEntry]) -> None:
         else:
             widgets.html(html_fragments.comparison_verdict(comparisons[-1], regression.check(reference, entry)))
     differences = list(dict.fromkeys(note for compared in comparisons for note in compared.differences))
-    for note in differences[:MAX_DIFFERENCES]:
-        widgets.note(f"{note}.")
+    _show_notes(differences[:MAX_DIFFERENCES])
     if comparisons:
         is_filtered = st.toggle("Only significant changes", key=bind_flag("changed"))
         header, rows, classes = _table(comparisons, only_significant=is_filtered)
@@ -125,14 +124,19 @@ def _differences(reference: RunEntry, candidates: Sequence[RunEntry]) -> None:
         "usually differ."
     )
     of_ranks = list(dict.fromkeys(note for compared in comparisons for note in compared.rank_notes))
-    for note in of_ranks:
-        widgets.note(f"{note}.")
+    _show_notes(of_ranks)
     shown_notes = {*of_ranks, *differences[:MAX_DIFFERENCES]}
     notes = [*dict.fromkeys(note for compared in comparisons for note in compared.notes if note not in shown_notes)]
     if notes:
         with st.expander(f"Other differences between these runs ({len(notes)})"):
             for note in notes:
                 st.markdown("- " + widgets.plain(note))
+
+
+def _show_notes(notes: Sequence[str]) -> None:
+    """Show what differs between runs as one paragraph."""
+    if notes:
+        widgets.note(f"{'; '.join(notes)}.")
 
 
 def _choose_candidate(candidates: Sequence[RunEntry]) -> RunEntry:

@@ -19,7 +19,7 @@ from tracekit.model import escaping, units
 from tracekit.report import charts
 from tracekit.report.headlines import Headline
 
-ROW_PX, HEADER_PX = 78, 38
+ROW_PX, HEADER_PX = 74, 38
 MAX_HEIGHT_PX = 740
 MAX_NAME = 60
 MAX_SKIPPED = 200
@@ -106,7 +106,7 @@ def _choose_filter(entries: Sequence[RunEntry]) -> RunFilter:
         "model": sorted({entry.model or runs_table.UNKNOWN for entry in entries}),
         "verdict": [name for name in runs_table.VERDICTS if name in verdicts],
     }
-    first, second = st.columns([3, 1]), st.columns([1, 1, 1, 1, 1])
+    first, second = st.columns([2, 1]), st.columns([1, 1, 1, 1, 1])
     text = first[0].text_input(
         "Search", key=bind_text("find"), placeholder="Search name, strategy, model, verdict", max_chars=200,
         label_visibility="collapsed",
@@ -179,7 +179,7 @@ def _table(entries: Sequence[RunEntry]) -> list[RunEntry]:
             "recorded": config.DatetimeColumn("recorded", width=84, format=_date_format(table), timezone="UTC"),
             "size": config.NumberColumn(format="%.2f MiB"),
         },
-        row_height=ROW_PX,  # above 4 rem, Streamlit wraps text: a finding into four lines
+        row_height=ROW_PX,  # above 4 rem, Streamlit wraps text: a finding into four lines, without a part of a fifth
         height=min(ROW_PX * len(entries) + HEADER_PX, MAX_HEIGHT_PX),
         selection_default={"selection": {"rows": selected_rows}},
         key=key,

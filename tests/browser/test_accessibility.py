@@ -5,6 +5,8 @@ There is no serious or critical item, nothing is cut off, no page fails.
 
 import contextlib
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 from playwright.sync_api import TimeoutError as PlaywrightTimeout
@@ -17,6 +19,7 @@ from tests.support.selection import others_in_accuracy
 
 pytestmark = pytest.mark.browser
 expect.set_options(timeout=WAIT_MS)
+ROOT, JOB = Path(__file__).parents[2], "job"
 WIDE, NARROW = {"width": 1440, "height": 1000}, {"width": 800, "height": 1000}
 SEVERE = """async () => (await axe.run(document, {resultTypes: ["violations"]})).violations
     .filter((found) => ["serious", "critical"].includes(found.impact))
@@ -61,6 +64,16 @@ def axe():
 
 
 @pytest.fixture(scope="module")
+def job(server):
+    """The run of a job with an attempts log and saves, listed as long as these tests run."""
+    shutil.copytree(ROOT / "sample_traces" / "ci" / "green", server.runs / JOB)
+    for name in ("attempts.jsonl", "rank00000.checkpoint.jsonl"):
+        shutil.copy(ROOT / "tests" / "recordings" / "goodput" / name, server.runs / JOB / name)
+    yield
+    shutil.rmtree(server.runs / JOB)
+
+
+@pytest.fixture(scope="module")
 def visited(tab, server):
     """Return one page for all tests: to load it again would cost more CPU time than all that they do with it."""
     yield from conftest.stay_open(tab, f"{server.url}/?run={recorded.GOOD}")
@@ -69,7 +82,7 @@ def visited(tab, server):
 def _open(page, server, address, title):
     """Turn to the page by its link; an address with choices is loaded."""
     if "?" in address:
-        page.goto(f"{server.url}/{address}&run={recorded.GOOD}")
+        page.goto(f"{server.url}/{address}" if "run=" in address else f"{server.url}/{address}&run={recorded.GOOD}")
     else:
         page.locator("[data-testid=stSidebarNavLink]").filter(has_text=re.compile(f"^{title}$")).click()
     expect(page.locator("[data-testid=stSidebarNavLink][aria-current=page]")).to_have_text(title)
@@ -83,10 +96,19 @@ def _open(page, server, address, title):
             ("runs?view=charts", "Runs"),
             ("diagnosis?trust=True&savings=True", "Diagnosis"),
             ("timeline?range=0-9000000", "Timeline"),
+            ("timeline?path=True", "Timeline"),
+            ("ranks?tab=exposed communication", "Ranks and communication"),
+            ("ranks?tab=bandwidth", "Ranks and communication"),
+            ("ranks?tab=contention", "Ranks and communication"),
+            ("kernels?what=operators", "Kernels"),
+            ("kernels?what=call stacks", "Kernels"),
+            (f"memory?tab=checkpoints&run={JOB}", "Memory and checkpoints"),
+            (f"memory?tab=goodput&run={JOB}", "Memory and checkpoints"),
         ],
         EVERYDAY,
     ),
 )
+@pytest.mark.usefixtures("job")
 def test_a_page_has_no_serious_item_and_fits(visited, server, axe, address, title):
     page = visited
     heard(page)

@@ -155,3 +155,30 @@ def test_titles_and_files_name_the_run_and_the_page(page, server):
     turn_to(page, "Runs")
     expect(page).to_have_title("Runs · tracekit")
     assert_clean(page)
+
+
+def test_a_page_that_lost_its_connection_as_it_began_is_loaded_again(new_page, server):
+    page, connections, messages_left = new_page, [], []
+
+    def route(connection):
+        to_server = connection.connect_to_server()
+        connections.append(connection)
+
+        def pass_on(message):
+            if connection is not connections[0] or not messages_left or messages_left.pop():
+                connection.send(message)
+            else:
+                messages_left.append(False)  # nothing after it arrives either
+
+        to_server.on_message(pass_on)
+
+    page.route_web_socket("**/_stcore/stream*", route)
+    page.goto(f"{server.url}/sql?run={recorded.GOOD}")
+    page.locator(".tk-title").wait_for()
+    settle(page)
+    messages_left += [False, True]  # of the next page only the first message arrives, which empties the one before it
+    page.locator("[data-testid=stSidebarNavLink]").filter(has_text=re.compile("^Plan$")).click()
+    page.wait_for_function("document.querySelector('[data-testid=stMain]').innerText.trim() === ''")
+    connections[0].close(code=1011)
+    page.locator(".tk-title").wait_for()
+    assert len(connections) > 2  # it connected again in vain, and was then loaded

@@ -1,5 +1,6 @@
 """The HTML report as a person opens it: a file, no server, no network."""
 
+import plotly.graph_objects as go
 import pytest
 from playwright.sync_api import expect
 
@@ -52,6 +53,25 @@ def test_names_from_the_trace_run_nothing_and_read_as_they_are(page, pages):
     assert '<script>window.hacked=1</script><img src=x onerror="window.hacked=2"></script>' in shown
     assert page.evaluate("window.hacked") is None
     expect(page.locator("main img, main a, .hoverlayer a")).to_have_count(0)
+    assert_clean(page, FILES_ONLY)
+
+
+@pytest.mark.parametrize(
+    ("trace", "mark"),
+    [
+        (go.Bar(x=[1], y=["a"], orientation="h"), ".barlayer .point"),
+        (go.Scatter(x=[1, 2], y=[1, 2], mode="lines+markers"), ".scatterlayer .point"),
+        (go.Heatmap(z=[[1, 2]]), ".heatmaplayer image"),
+        (go.Icicle(labels=["a", "b"], parents=["", "a"], values=[2, 1]), ".iciclelayer .slice"),
+    ],
+    ids=lambda value: getattr(value, "type", None),
+)
+def test_a_figure_is_drawn_by_the_part_of_plotly_that_its_page_has(page, tmp_path, trace, mark):
+    file = tmp_path / "figure.html"
+    file.write_text(html.render_figure(go.Figure(trace), "a figure"), encoding="utf-8")
+    heard(page)
+    page.goto(file.as_uri())
+    page.locator(f"#figure-only {mark}").first.wait_for(state="attached")
     assert_clean(page, FILES_ONLY)
 
 

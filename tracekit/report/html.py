@@ -11,13 +11,12 @@ from typing import Any
 import plotly.graph_objects as go
 import plotly.io
 import polars as pl
-from plotly.offline import get_plotlyjs
 
 from tracekit.analysis.time import breakdown
 from tracekit.model import escaping, schema, units
 from tracekit.model.run import Run
 from tracekit.regression.gate import CheckResult
-from tracekit.report import charts, figures, html_fragments, phrases, quoted_moment
+from tracekit.report import charts, figures, html_fragments, phrases, plotly_script, quoted_moment
 from tracekit.report.ci import results
 from tracekit.report.figures import RunFigure
 from tracekit.rules.rule import Finding, Report, is_data_quality
@@ -86,11 +85,12 @@ def page(
     """
     # Base64 has no character that could end a script element.
     texts = {name: base64.b64encode(data).decode() for name, data in (packed or {}).items()}
-    scripts = []
+    scripts = [escaping.asset("inflate.js") + escaping.asset("page.js")] if figures else []
+    hashes = [_hash(script) for script in (*scripts, *modules)]
     if figures:
-        texts["plotly"] = _plotly_text()
-        scripts = [escaping.asset("inflate.js") + escaping.asset("page.js")]
-    hashes = [*map(_hash, (*scripts, *modules)), *([_plotly_hash()] if figures else [])]
+        kinds = frozenset(trace.type for figure in figures.values() for trace in figure.data)
+        texts["plotly"], plotly_hash = _packed_plotly(kinds)
+        hashes.append(plotly_hash)
     return escaping.page(
         template,
         policy=f"default-src 'none'; script-src {' '.join(hashes)}; style-src 'unsafe-inline'; img-src data: blob:; "
@@ -174,10 +174,7 @@ def _hash(script: str) -> str:
 
 
 @functools.cache
-def _plotly_text() -> str:
-    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), 9, mtime=0)).decode()
-
-
-@functools.cache
-def _plotly_hash() -> str:
-    return _hash(get_plotlyjs())
+def _packed_plotly(kinds: frozenset[str]) -> tuple[str, str]:
+    """Plotly's script for these kinds of traces, compressed, in base64, and the hash of its text."""
+    script = plotly_script.script(kinds)
+    return base64.b64encode(gzip.compress(script.encode(), 9, mtime=0)).decode(), _hash(script)

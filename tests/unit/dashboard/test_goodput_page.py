@@ -25,9 +25,9 @@ def test_the_page_has_the_numbers_of_the_command(run):
     shown = page("memory", run, tab="goodput")
     assert not shown.exception
     account = json.loads(tracekit("goodput", run, "--format", "json").stdout)
-    (chart,) = (json.loads(each.proto.spec) for each in shown.get("plotly_chart"))
+    (chart,) = (json.loads(element.proto.spec) for element in shown.get("plotly_chart"))
     drawn = {trace["name"]: trace for trace in chart["data"]}
-    assert len(drawn) == len([each for each in account["classes"] if each["time_ns"]])
+    assert len(drawn) == len([time_class for time_class in account["classes"] if time_class["time_ns"]])
     productive = drawn["productive steps"]
     widths, shares = productive["width"], productive["y"]
     ratio = sum(width * share for width, share in zip(widths, shares, strict=True)) / sum(widths) / 100
@@ -41,10 +41,10 @@ def test_a_damaged_log_is_no_tab_and_one_sentence(run):
     (run / "attempts.jsonl").write_text("{}\n" * 3, encoding="utf-8")
     shown = page("memory", run, tab="goodput")
     assert not shown.exception
-    assert any("no line states the start of an attempt" in each.value for each in shown.caption)
+    assert any("no line states the start of an attempt" in caption.value for caption in shown.caption)
 
 
 def test_without_an_attempts_log_the_page_says_what_writes_one():
     shown = page("memory", RUN, tab="goodput")
     assert not shown.exception
-    assert any("has no attempts log" in each.value for each in shown.caption)
+    assert any("has no attempts log" in caption.value for caption in shown.caption)

@@ -17,17 +17,40 @@ from tracekit.report import phrases, quoted_moment
 from tracekit.sync import alignment
 
 QUOTED = r'<i class="quoted" style="left:[\d.]+%;width:([\d.]+)%">'
-SAMPLES = Path(__file__).parents[3] / "sample_traces"
+ROOT = Path(__file__).parents[3]
+SAMPLES, SHARED = ROOT / "sample_traces", ROOT.parent / "shared" / "traces"
 FOLDERS = sorted({str(file.parent.relative_to(SAMPLES)) for file in SAMPLES.rglob("rank00000.pt.trace.json.gz")})
+SHARED_FOLDERS = (
+    "hta_cpu_gloo",
+    "hta_ddp_v100_memory",
+    "hta_dlrm_a100",
+    "hta_event_sync",
+    "hta_nccl_args_a100",
+    "hta_pair_of_128",
+    "kineto_resnet_v100_memory",
+    "megatron_tp8_a100_8ranks",
+    "merged_ddp_mi300_4ranks",
+    "nanogpt_h100_8ranks",
+    "torchrec_v100_4ranks",
+    "tracelens_h100_memory_stacks",
+    "tracelens_mi300_resnet_ddp",
+)
+EVERYDAY = [SAMPLES / "faults" / "slow-rank", SAMPLES / "faults" / "late-launch", SHARED / "nanogpt_h100_8ranks"]
 
 
-@pytest.mark.parametrize("name", others_in_accuracy(FOLDERS, ["faults/slow-rank", "faults/late-launch"]))
-def test_each_finding_opens_the_moment_that_it_quotes(name):
-    (entry,) = run_catalog.Catalog((str(SAMPLES / name),)).listing().entries
+@pytest.mark.parametrize(
+    "folder",
+    others_in_accuracy([*map(SAMPLES.joinpath, FOLDERS), *map(SHARED.joinpath, SHARED_FOLDERS)], EVERYDAY),
+    ids=lambda folder: folder.name,
+)
+def test_each_finding_opens_the_moment_that_it_quotes(folder):
+    if not folder.is_dir():
+        pytest.skip(f"needs ../shared/traces/{folder.name}, which is not part of the project")
+    (entry,) = run_catalog.Catalog((str(folder),)).listing().entries
     run = run_store.open_run(entry)
     by_key = findings.by_key(run.report.findings)
     quoting = {key: finding for key, finding in by_key.items() if phrases.has_moment(finding)}
-    assert quoting or not [found for found in by_key.values() if found.impact]
+    assert quoting or not [finding for finding in by_key.values() if finding.impact]
     for key, finding in quoting.items():
         row = quoted_moment.quoted_row(finding)
         window = row.get("window") or 0
@@ -62,6 +85,6 @@ def test_each_finding_opens_the_moment_that_it_quotes(name):
         shown_ns = row["dur_ns"] + 2 * quoted_moment.context_ns(row["dur_ns"])
         (width,) = re.findall(QUOTED, picture)
         assert float(width) == pytest.approx(100 * row["dur_ns"] / shown_ns, abs=0.001), place
-    if name == "faults/slow-rank":
+    if folder.name == "slow-rank" and folder.parent.name == "faults":
         straggler = next(key for key, finding in quoting.items() if finding.code == "RANK001")
         assert timeline._moment(opened, quoting, straggler).selected["name"] == "gloo:all_gather"

@@ -226,3 +226,16 @@ def test_names_of_a_history_are_text_in_its_figure(history):
     assert "<script" not in written
     assert "<img" not in written
     assert len(figure.data[-1].x) == 19
+
+
+@pytest.mark.parametrize(("largest_ratio", "marks"), [(0.004, ".1%"), (0.049, ".1%"), (0.05, ".0%"), (0.4, ".0%")])
+def test_the_scale_of_a_heatmap_repeats_no_mark(largest_ratio, marks):
+    table = pl.DataFrame(
+        [
+            {"rank": rank, "step": 0, "duration_ns": 100, "median_ns": 100.0, "longer_ratio": 0.0, "exposed_ratio": 0.0}
+            | {"waited_ratio": rank * largest_ratio}
+            for rank in (0, 1)
+        ]
+    )
+    (bars,) = charts.step_heatmap(table, "waited_ratio").data
+    assert bars.marker.colorbar.tickformat == marks

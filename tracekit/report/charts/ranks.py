@@ -44,6 +44,7 @@ MAX_ROWS = 64
 _QUICK, _SLOW, _PLAIN = "#0072B2", "#D55E00", "rgba(160, 168, 180, 0.25)"
 _SHADES = {AWAITED: _SLOW, EXPOSED: style.COLOURS["communication"], WAITED: style.COLOURS["waiting"]}
 _MIN_SCALE = 0.02  # the least value of the full colour
+_WHOLE_PERCENT_SCALE = 0.05  # below it, five marks of whole percents would repeat some
 
 
 def rank_activity(
@@ -148,8 +149,8 @@ def step_heatmap(table: pl.DataFrame, measure: str = SLOWER) -> go.Figure:
         y=cells["row"].to_list(),
         width=0.92,
         marker={
-            "color": cells[measure].to_list(), "line": {"width": 0}, **colours, "colorbar": _bar(measure),
-            "showscale": True,
+            "color": cells[measure].to_list(), "line": {"width": 0}, **colours,
+            "colorbar": _bar(measure, cells[measure]), "showscale": True,
         },
         customdata=[
             [cell["rank"], cell["step"], _cell_hover(cell) + _bin_hover(cell, measure, ranks, steps)]
@@ -228,8 +229,9 @@ def _colours(table: pl.DataFrame, measure: str) -> dict[str, object]:
     return {"cmin": 0, "cmax": max(largest, _MIN_SCALE), "colorscale": [[0, _PLAIN], [1, _SHADES[measure]]]}
 
 
-def _bar(measure: str) -> dict[str, object]:
-    ticks = {"tickformat": "+.0%" if measure == SLOWER else ".0%"}
+def _bar(measure: str, values: pl.Series) -> dict[str, object]:
+    places = 0 if values.abs().ge(_WHOLE_PERCENT_SCALE).any() else 1
+    ticks = {"tickformat": f"+.{places}%" if measure == SLOWER else f".{places}%"}
     if measure in COUNTERS:
         ticks = {"tickformat": ",.0f", "ticksuffix": _SUFFIXES[measure]}
     return {**ticks, "thickness": 14, "nticks": 5, "outlinewidth": 0}
