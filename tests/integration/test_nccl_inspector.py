@@ -21,6 +21,7 @@ from tracekit.ingest.readers import nccl_inspector
 from tracekit.ingest.readers.nccl_inspector import NCCLInspectorLogs
 from tracekit.ingest.readers.reader import TraceInfo
 from tracekit.model import schema
+from tracekit.regression.metric_sources import breakdown_samples
 from tracekit.rules import engine
 
 README_EXAMPLE = {
@@ -216,6 +217,9 @@ def test_commands_read_such_a_run(tmp_path):
     assert [f["ranks"] for f in json.loads(checked.stdout)["findings"] if f["code"] == "RANK001"] == [[1]]
     shown = cli_runner.tracekit("history", "show", "--db", history, "--format", "json")
     assert shown.returncode == 0
+    # How long a log is says nothing about the job's speed.
+    samples = load(folder).table(breakdown_samples)
+    assert samples.is_empty()
 
 
 @settings(max_examples=25, deadline=None)

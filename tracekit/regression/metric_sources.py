@@ -12,7 +12,7 @@ from tracekit.analysis.communication import collective_instances, exposed_commun
 from tracekit.analysis.compute import device_counters, efficiency, flops
 from tracekit.analysis.host import step_parts
 from tracekit.analysis.memory import allocations
-from tracekit.analysis.time import breakdown
+from tracekit.analysis.time import breakdown, trace_columns
 from tracekit.conventions import device_metrics
 from tracekit.model import schema
 from tracekit.model.fact import trace_fact
@@ -47,9 +47,13 @@ MAX_PART_NAME = 80
 
 @trace_fact
 def breakdown_samples(trace: Trace) -> pl.DataFrame:
-    """Return the breakdown of each step's device window in ns, and its shares as ratios."""
+    """Return the breakdown of each step's device window in ns, and its shares as ratios.
+
+    Empty for logs of collectives: how long they are says when somebody stopped to log, not how fast the job is.
+    """
     # A rank that drives several devices is as slow as the slowest of them.
     steps = breakdown.by_step(trace).sort("duration_ns").group_by("step", maintain_order=True).last().sort("step")
+    steps = steps.filter(not _has_collectives_only(trace))
     communication = pl.col("communication_ns")
     wide = steps.select(
         "step",
@@ -62,6 +66,10 @@ def breakdown_samples(trace: Trace) -> pl.DataFrame:
         "idle_ns",
     )
     return _long(wide)
+
+
+def _has_collectives_only(trace: Trace) -> bool:
+    return trace_columns.has_issue(trace, schema.COLLECTIVES_ONLY)
 
 
 @trace_fact
@@ -82,8 +90,10 @@ def flop_samples(trace: Trace) -> pl.DataFrame:
 
 @trace_fact
 def sent_samples(trace: Trace) -> pl.DataFrame:
-    """Return the bytes that the collectives of each step send, saves left out."""
-    sent = trace.collectives.filter(pl.col("sent_bytes").is_not_null()).select("activity_id", "sent_bytes")
+    """Return the bytes that the collectives of each step send, saves left out; empty for logs of collectives."""
+    sent = trace.collectives.filter(pl.col("sent_bytes").is_not_null() & (not _has_collectives_only(trace))).select(
+        "activity_id", "sent_bytes"
+    )
     work = trace.activities.filter(_in_step()).select(pl.col("id").alias("activity_id"), "step")
     sums = sent.join(work, on="activity_id").group_by("step").agg(pl.col("sent_bytes").sum().alias("value"))
     return sums.sort("step").with_columns(pl.lit("sent_bytes").alias("metric"))
