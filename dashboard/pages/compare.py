@@ -95,7 +95,7 @@ def _scaling(compared: ScalingComparison) -> None:
         "Efficiency is throughput per GPU over that of the first run. The ideal step has its GPU time per token; what "
         "the parts take longer adds up to what the step does. Verdicts below compare steps of different work."
     )
-    _show_notes(compared.notes)
+    widgets.note("; ".join(compared.notes))
 
 
 def _differences(reference: RunEntry, candidates: Sequence[RunEntry]) -> None:
@@ -109,7 +109,7 @@ def _differences(reference: RunEntry, candidates: Sequence[RunEntry]) -> None:
         else:
             widgets.html(html_fragments.comparison_verdict(comparisons[-1], regression.check(reference, entry)))
     differences = list(dict.fromkeys(note for compared in comparisons for note in compared.differences))
-    _show_notes(differences[:MAX_DIFFERENCES])
+    widgets.note("; ".join(differences[:MAX_DIFFERENCES]))
     if comparisons:
         is_filtered = st.toggle("Only significant changes", key=bind_flag("changed"))
         header, rows, classes = _table(comparisons, only_significant=is_filtered)
@@ -124,19 +124,13 @@ def _differences(reference: RunEntry, candidates: Sequence[RunEntry]) -> None:
         "usually differ."
     )
     of_ranks = list(dict.fromkeys(note for compared in comparisons for note in compared.rank_notes))
-    _show_notes(of_ranks)
+    widgets.note("; ".join(of_ranks))
     shown_notes = {*of_ranks, *differences[:MAX_DIFFERENCES]}
     notes = [*dict.fromkeys(note for compared in comparisons for note in compared.notes if note not in shown_notes)]
     if notes:
         with st.expander(f"Other differences between these runs ({len(notes)})"):
             for note in notes:
                 st.markdown("- " + widgets.plain(note))
-
-
-def _show_notes(notes: Sequence[str]) -> None:
-    """Show what differs between runs as one paragraph."""
-    if notes:
-        widgets.note(f"{'; '.join(notes)}.")
 
 
 def _choose_candidate(candidates: Sequence[RunEntry]) -> RunEntry:

@@ -117,7 +117,8 @@ def _menu_notes(pages: Iterable[Page], entry: RunEntry, listed_runs: int) -> str
         if note:
             link = f'[data-testid="stSidebarNavLink"]:is([href$="{path}"], [href*="{path}?"])'
             rules.append(f'{link}::after {{content: "{note}"}}')
-            rules += [f"{link} :is(span, p) {{color: light-dark(#5c6573, #a3adba)}}"] if lack else []
+            others = f'{link}:not([aria-current="page"])'  # on its colour, grey is hard to read
+            rules += [f"{others} :is(span, p) {{color: light-dark(#5c6573, #a3adba)}}"] if lack else []
     return f"<style>{' '.join(rules)}</style>"
 
 

@@ -6,30 +6,26 @@ import polars as pl
 from tracekit.analysis.checkpoint.goodput import CLASSES
 from tracekit.model import units
 from tracekit.report.charts import style
-from tracekit.report.charts.style import COLOURS
 
 # Okabe and Ito's, as elsewhere: green trains, warm colours are lost to failures and stalls, greys are between.
 _COLOURS = {
-    "productive": COLOURS["memcpy"],
-    "lost": COLOURS["communication"],
-    "save": COLOURS["compute"],
-    "stall": COLOURS["waiting"],
+    "productive": style.COLOURS["memcpy"],
+    "lost": style.COLOURS["communication"],
+    "save": style.COLOURS["compute"],
+    "stall": style.COLOURS["waiting"],
     "warm_up": "#F0E442",
-    "between": COLOURS["annotation"],
+    "between": style.COLOURS["annotation"],
     "load": "#56B4E9",
-    "start": COLOURS["evidence"],
+    "start": style.COLOURS["evidence"],
     "stop": "#A0522D",
-    "idle": COLOURS["idle"],
+    "idle": style.COLOURS["idle"],
 }
 _TIME_UNITS = ((48 * 3600e9, 86_400e9, "days"), (2 * 3600e9, 3600e9, "h"), (120e9, 60e9, "min"), (0.0, 1e9, "s"))
 """Units of the axis: the least duration of the job in ns that each is for, its length in ns, and its name."""
 
 
 def goodput_over_time(over_time: pl.DataFrame) -> go.Figure:
-    """Return a band over a job's time: how much of each part of it each class had.
-
-    `over_time` is `analysis.checkpoint.goodput.over_time`.
-    """
+    """Band over a job's time: the share of each class in each part of `analysis.checkpoint.goodput.over_time`."""
     if over_time.is_empty():
         return style.empty()
     first_ns, last_ns = int(str(over_time["start_ns"].min())), int(str(over_time["end_ns"].max()))

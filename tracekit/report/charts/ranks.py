@@ -44,7 +44,6 @@ MAX_ROWS = 64
 _QUICK, _SLOW, _PLAIN = "#0072B2", "#D55E00", "rgba(160, 168, 180, 0.25)"
 _SHADES = {AWAITED: _SLOW, EXPOSED: style.COLOURS["communication"], WAITED: style.COLOURS["waiting"]}
 _MIN_SCALE = 0.02  # the least value of the full colour
-_WHOLE_PERCENT_SCALE = 0.05  # below it, five marks of whole percents would repeat some
 
 
 def rank_activity(
@@ -230,7 +229,7 @@ def _colours(table: pl.DataFrame, measure: str) -> dict[str, object]:
 
 
 def _bar(measure: str, values: pl.Series) -> dict[str, object]:
-    places = 0 if values.abs().ge(_WHOLE_PERCENT_SCALE).any() else 1
+    places = 0 if values.abs().ge(0.05).any() else 1  # below it, five marks of whole percents would repeat some
     ticks = {"tickformat": f"+.{places}%" if measure == SLOWER else f".{places}%"}
     if measure in COUNTERS:
         ticks = {"tickformat": ",.0f", "ticksuffix": _SUFFIXES[measure]}
