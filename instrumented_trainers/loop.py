@@ -113,7 +113,7 @@ def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str], stop: St
         for step in range(first_step, config.steps):
             _set_rate(optimizer, learning_rate(step, config))
             with watch.step(step):
-                number = _step(
+                number, norm = _step(
                     step,
                     config,
                     model,
@@ -124,6 +124,7 @@ def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str], stop: St
                     axes=axes,
                 )
             loss, dropped = PendingScalar(number), _drop_metrics(model)
+            norms = {} if norm is None else {conventions.GRADIENT_NORM_METRIC: PendingScalar(norm)}
             stopped = stop.due(step, device=config.device)
             saved = None
             if stopped or _is_save_due(step, config):
@@ -133,7 +134,7 @@ def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str], stop: St
                 )
             evaluated = None if stopped else _evaluate(evaluation, step, model, recorder)
             last = stopped or step == config.steps - 1
-            recorder.step(_metrics(loss, evaluated) | dropped, tokens=config.tokens_per_step, last=last)
+            recorder.step(_metrics(loss, evaluated) | norms | dropped, tokens=config.tokens_per_step, last=last)
             lead.limit(loss)
             assert recorder.step_time is not None
             progress.step(step, loss, elapsed=recorder.step_time)
@@ -218,21 +219,25 @@ def _step(
     recorder: Recorder,
     active_faults: tuple[Fault, ...],
     axes: ModelAxes,
-) -> Tensor:
-    """Do one optimizer step and return its loss on this rank, the mean over micro-batches."""
+) -> tuple[Tensor, Tensor | None]:
+    """Do one optimizer step; return its loss on this rank, the mean over micro-batches, and the norm that it clips by.
+
+    The norm of all gradients, before clipping, is the same on all ranks; None without clipping.
+    """
     numbers = range(step * config.micro_batches, (step + 1) * config.micro_batches)
     micro_batches = (_batch(number, config, batches, recorder, active_faults, axes) for number in numbers)
     run = _run_pipeline if isinstance(model, PipelineModel) else _run_micro_batches
     loss: Tensor = run(model, micro_batches, config, recorder, axes)  # type: ignore[operator]
+    norm = None
     if config.max_norm > 0:
         with recorder.span(conventions.CLIP):
-            clip_grad_norm(model, config.max_norm)
+            norm = clip_grad_norm(model, config.max_norm)
     with recorder.span(conventions.OPTIMIZER):
         optimizer.step()
         optimizer.zero_grad()
     for fault in active_faults:
         fault.end_step(config.device)
-    return loss
+    return loss, norm
 
 
 def _batch(

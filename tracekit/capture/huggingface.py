@@ -77,7 +77,7 @@ class TracekitCallback(TrainerCallback):  # type: ignore[misc]
         if control.should_log:  # it logs after this callback; the recorder reads the values a step later
             metrics[conventions.LOSS_METRIC] = lambda: logged.get("loss", math.nan)
             if args.max_grad_norm > 0:
-                metrics["grad_norm"] = lambda: logged.get("grad_norm", math.nan)
+                metrics[conventions.GRADIENT_NORM_METRIC] = lambda: logged.get("grad_norm", math.nan)
         counted = state.num_input_tokens_seen - self._tokens_seen
         tokens = counted if counted > 0 else self._tokens * args.world_size
         self._tokens, self._tokens_seen = 0, state.num_input_tokens_seen

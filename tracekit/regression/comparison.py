@@ -15,7 +15,7 @@ from tracekit.errors import NotComparableError
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
-from tracekit.regression import baseline, contributions, metrics, step_separation
+from tracekit.regression import baseline, contributions, metrics, numbers, step_separation
 from tracekit.regression import call_changes as changes_of_calls
 from tracekit.regression.baseline import Baseline, flat, shown
 from tracekit.regression.call_changes import CallChanges
@@ -23,11 +23,14 @@ from tracekit.regression.contributions import Contribution, PartPlaces
 from tracekit.regression.disturbance import Disturbance
 from tracekit.regression.metric_sources import part_places
 from tracekit.regression.metrics import BYTES, COUNT, FLOP, STEP_TIME, Metric, Scope
+from tracekit.regression.numbers import Agreement
 from tracekit.regression.samples import Values, job_samples, job_series, places_of_parts, run_samples, samples
 from tracekit.regression.significance import MIN_PAIRED_STEPS, MetricSides, compare_metrics
 from tracekit.regression.thresholds import CONFIDENCE, Change, Thresholds, Verdict
 
-FACTS: tuple[TraceFact, ...] = (samples, part_places, fastest_calls, *baseline.COMPARED_FACTS)
+FACTS: tuple[TraceFact, ...] = (
+    samples, part_places, fastest_calls, numbers.logged_numbers, *baseline.COMPARED_FACTS,
+)  # fmt: skip
 """Facts that `RunSamples.of` needs, to be measured in one pass."""
 _MUST_AGREE = ("model", "world_size", "device", "device_name")
 _NOTED = ("arguments", "versions", "mesh", "simulated")
@@ -100,6 +103,8 @@ class Comparison:
     """What other programs can have taken of times on CPUs."""
     call_changes: CallChanges | None = None
     """What the calls of a step changed by; None without the traces of both sides."""
+    numbers: Agreement | None = None
+    """How far loss and gradient norm agree; None where the sides are no two runs that logged them."""
 
     @property
     def fastest_ns(self) -> tuple[int, int] | None:
@@ -179,6 +184,8 @@ def compare_runs(
     """Compare as `compare` does, with what the calls of the step changed by, where both sides are runs."""
     a, b = (side if isinstance(side, RunSamples) else RunSamples.of(side) for side in (reference, candidate))
     compared = compare(a, b, allow_different=allow_different)
+    if isinstance(reference, Run) and isinstance(candidate, Run):
+        compared = replace(compared, numbers=numbers.agreement(reference, candidate))
     step = compared.step
     chosen = None if step is None else contributions.changed_ranks(a.samples, b.samples, step)
     if not isinstance(reference, Run) or not isinstance(candidate, Run) or step is None or chosen is None:

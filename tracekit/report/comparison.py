@@ -10,6 +10,7 @@ from tracekit.model import escaping, units
 from tracekit.regression.comparison import Comparison
 from tracekit.regression.contributions import Contribution
 from tracekit.regression.metrics import PER_SECOND, STEP_TIME, Scope, metric_of
+from tracekit.regression.numbers import Agreement
 from tracekit.regression.significance import MAX_MORE_SAMPLES
 from tracekit.regression.thresholds import Change, Limit, Verdict
 from tracekit.report import call_changes, query_rows, step_verdict
@@ -40,6 +41,7 @@ def document(compared: Comparison, *, with_metrics: bool = True) -> Document:
         "changes": [to_json_value(change) for change in changes],
         "notes": list(compared.notes),
         "differences": list(compared.differences),
+        "numbers": None if compared.numbers is None else _number_values(compared.numbers),
     }
     sections: list[Section] = [[*verdict_lines(compared), *items(compared.differences)]]
     if compared.contributions:
@@ -72,8 +74,31 @@ def verdict_lines(compared: Comparison) -> list[Line]:
         step_verdict.doubt(compared),
         f"to decide it, {advice}" if advice else "",
         other_changes(compared),
+        "" if compared.numbers is None else number_sentence(compared.numbers),
     )
     return [*first, *(line(text, mark="·") for text in texts if text)]
+
+
+def number_sentence(numbers: Agreement) -> str:
+    """How far the numbers of both trainings agree, and where they first differ, in one sentence."""
+    names = " and ".join(numbers.metrics)
+    if numbers.is_other_training:
+        return f"{names} differ from the first common step on: other weights, data or seeds"
+    up_to = f"up to {numbers.rounding_ratio:.1g} apart" if numbers.rounding_ratio else "equal"
+    steps = units.count(numbers.agreed_steps, "step")
+    if numbers.first is None:
+        return f"{names}: {up_to} in all {steps}"
+    first = numbers.first
+    return (
+        f"{first.metric} differs from step {first.step} on (rank {first.rank}: {first.reference:.6g} → "
+        f"{first.candidate:.6g}, {first.ratio:.1g} apart); in {steps} before, {names}: {up_to}"
+    )
+
+
+def _number_values(numbers: Agreement) -> dict[str, object]:
+    """The agreement for programs; ratios that are not finite are null."""
+    values: dict[str, object] = to_json_value(dataclasses.asdict(numbers))
+    return values | {"agree": numbers.first is None, "is_other_training": numbers.is_other_training}
 
 
 def verdict_values(compared: Comparison) -> dict[str, object]:

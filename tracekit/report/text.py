@@ -6,8 +6,8 @@ from dataclasses import replace
 import polars as pl
 
 from tracekit import conventions
-from tracekit.analysis.quality import contents, trace_quality
-from tracekit.analysis.time import breakdown, rank_shares
+from tracekit.analysis.quality import contents
+from tracekit.analysis.time import breakdown, log_contents, rank_shares
 from tracekit.model import schema, units
 from tracekit.model.run import Run
 from tracekit.regression.budgets import BudgetOutcome
@@ -260,10 +260,10 @@ def _time(run: Run) -> str:
     if ranks.is_empty():
         return "the traces contain no activities"
     totals = ranks.select(pl.col(name).mean() for name in ranks.columns if name.endswith("_ratio")).row(0, named=True)
-    if trace_quality.has_collectives_only(run):
+    if log_contents.has_collectives_only(run):
         of_ranks = f", mean of {ranks.height:,} ranks" if ranks.height > 1 else ""
         return f"collectives {units.share(1 - totals['idle_ratio'])}; compute was not recorded{of_ranks}"
-    if trace_quality.has_spans_only(run):
+    if log_contents.has_spans_only(run):
         work, rest = units.share(totals["compute_ratio"]), units.share(1 - totals["compute_ratio"])
         return f"on the host: forward, backward and optimizer {work}, rest {rest}"
     parts = {name: ratio for name, ratio in totals.items() if ratio and name in _TIME_PARTS}

@@ -11,7 +11,7 @@ from tracekit.analysis.communication import collective_instances
 from tracekit.analysis.compute.excess_time import EXTRA, LARGER, LATE, ExcessTime
 from tracekit.analysis.parallelism import device_comparison, late_ranks, rank_places, stragglers
 from tracekit.analysis.quality import trace_quality
-from tracekit.analysis.time import breakdown
+from tracekit.analysis.time import breakdown, log_contents
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
@@ -87,7 +87,7 @@ class Straggler(Rule):
 
     code: ClassVar[str] = "RANK001"
     facts: ClassVar[tuple[TraceFact, ...]] = (*late_ranks.FACTS, *OverloadedExperts.facts, *device_comparison.FACTS)
-    finding_facts: ClassVar[tuple[TraceFact, ...]] = late_ranks.EXCESS_FACTS
+    finding_facts: ClassVar[tuple[TraceFact, ...]] = (*late_ranks.EXCESS_FACTS, log_contents.reading_issues)
     min_wait_ratio: float = 0.03
     min_steps_ratio: float = 0.75
     max_spread_ratio: float = 0.6
@@ -251,7 +251,7 @@ def _reason(run: Run, ranks: tuple[int, ...], excess: ExcessTime | None, lost_ns
 
     Of unknown kind where neither shows it.
     """
-    if trace_quality.has_collectives_only(run):
+    if log_contents.has_collectives_only(run):
         claim = f"{subject.name} {subject.verb('arrives', 'arrive')} late at collectives{subject.tail}"
         return Reason(
             "", claim, " What comes before was not recorded.", _RECORD.format(ranks=units.numbers("rank", ranks))
@@ -639,7 +639,7 @@ class OccasionalStraggler(Rule):
         *outlier_steps.OutlierStep.facts,
         *OverloadedExperts.facts,
     )
-    finding_facts: ClassVar[tuple[TraceFact, ...]] = late_ranks.EXCESS_FACTS
+    finding_facts: ClassVar[tuple[TraceFact, ...]] = (*late_ranks.EXCESS_FACTS, log_contents.reading_issues)
     min_lost_ratio: float = 0.03
 
     def check(self, run: Run) -> Iterator[Finding]:

@@ -14,7 +14,6 @@ from tracekit.analysis.host import host_stalls
 from tracekit.analysis.time import breakdown, trace_columns
 from tracekit.model import columns, environment, schema, units
 from tracekit.model.fact import trace_fact
-from tracekit.model.run import Run
 from tracekit.model.sweep_line import Ints, at
 from tracekit.model.trace import Trace
 
@@ -53,21 +52,6 @@ def data_quality(trace: Trace) -> pl.DataFrame:
     rows = [row for check in checks for row in check(trace)]
     measured = pl.DataFrame(rows, schema=schema.DATA_QUALITY.schema, orient="row")
     return pl.concat([trace.data_quality, measured])
-
-
-def has_collectives_only(run: Run) -> bool:
-    """Return whether all traces of a run are of logs of collectives, so that compute is not known."""
-    return _all_have(run, schema.COLLECTIVES_ONLY)
-
-
-def has_spans_only(run: Run) -> bool:
-    """Return whether all traces of a run are of logs of a trainer, so that operators and the device are not known."""
-    return _all_have(run, schema.SPANS_ONLY)
-
-
-def _all_have(run: Run, kind: str) -> bool:
-    issues = run.table(data_quality).filter(pl.col("kind") == kind)
-    return bool(run.sources) and issues.unique(["window", "rank"]).height == len(run.sources)
 
 
 @trace_fact

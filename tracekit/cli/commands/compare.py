@@ -60,6 +60,10 @@ def compare(
             help="Explain the change of the step by operator, kernel or module; add path or shapes with commas.",
         ),
     ] = None,
+    same_numbers: Annotated[
+        bool,
+        typer.Option("--same-numbers", help="Exit with 1 if loss or gradient norm of a step differ beyond rounding."),
+    ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the table of metrics, too.")] = False,
     top: Annotated[int, typer.Option(metavar="N", min=1, help="With --by: show the N largest changes as text.")] = _TOP,
     comparison_format: Annotated[
@@ -107,7 +111,7 @@ def compare(
         document, compared = step_change.document(changed, top), changed.compared
         as_csv = query_rows.as_csv(changed.rows)
     _write(document, as_csv, comparison_format, output_options)
-    _judge(parsed, compared)
+    _judge(parsed, compared, same_numbers=same_numbers)
 
 
 def _write(
@@ -144,7 +148,7 @@ def _step_change(
     return step_change.step_change(a, b, keys, allow_different=allow_different)
 
 
-def _judge(limits: "list[Limit]", comparison: "Comparison") -> None:
+def _judge(limits: "list[Limit]", comparison: "Comparison", *, same_numbers: bool = False) -> None:
     from tracekit.report import comparison as report
 
     by_metric = {change.metric: change for change in comparison.changes}
@@ -153,5 +157,11 @@ def _judge(limits: "list[Limit]", comparison: "Comparison") -> None:
         raise InputError(f"--fail-if {missing[0]}: not measured in both runs; compare lists the metrics that are")
     for limit in limits:
         output.notify(report.limit_verdict(limit, by_metric[limit.metric]))
+    if same_numbers and comparison.numbers is None:
+        raise InputError("--same-numbers: no loss or gradient norm of a common step is logged by both runs")
+    if same_numbers and comparison.numbers is not None:
+        output.notify(report.number_sentence(comparison.numbers))
+        if comparison.numbers.first is not None:
+            raise typer.Exit(LIMIT_CROSSED)
     if any(limit.is_exceeded(by_metric[limit.metric]) for limit in limits):
         raise typer.Exit(LIMIT_CROSSED)

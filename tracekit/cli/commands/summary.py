@@ -86,11 +86,11 @@ def summary(
 
 
 def _missing_compute(run: "Run") -> str | None:
-    from tracekit.analysis.quality import trace_quality
+    from tracekit.analysis.time import log_contents
 
-    if trace_quality.has_collectives_only(run):
+    if log_contents.has_collectives_only(run):
         return "compute was not recorded: idle is all time outside collectives"
-    if trace_quality.has_spans_only(run):
+    if log_contents.has_spans_only(run):
         return "the log has spans of the host: compute is time in forward, backward and the optimizer"
     return None
 
@@ -110,10 +110,9 @@ def _missing_work(run: "Run") -> str | None:
 
 
 def _by_rank() -> "View":
-    from tracekit.analysis.quality import trace_quality
-    from tracekit.analysis.time import breakdown
+    from tracekit.analysis.time import breakdown, log_contents
 
-    return [breakdown.by_rank, breakdown.by_step, trace_quality.data_quality], breakdown.slowest_device_in_steps
+    return [breakdown.by_rank, breakdown.by_step, log_contents.reading_issues], breakdown.slowest_device_in_steps
 
 
 def _by_step() -> "View":

@@ -1,0 +1,141 @@
+"""Loss and gradient norm of two trainings: rounding is none, a mistake of a ten-thousandth is one, and has a place."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import polars as pl
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support import drawn_traces
+from tests.support.cli_runner import ROOT
+from tests.support.cli_runner import tracekit as command
+from tracekit.model import schema
+from tracekit.model.run import Run
+from tracekit.regression import numbers
+
+SAMPLE = ROOT / "sample_traces" / "demo-fsdp2"
+LOSSES = [6.4, 5.9, 5.5, 5.2, 5.0, 4.9]
+
+
+def logged(*by_rank: list[float], name: str = "loss") -> Run:
+    """Return a run in which rank R logged the R-th list, a value a step."""
+    traces = []
+    for rank, values in enumerate(by_rank):
+        rows = {"step": range(len(values)), "name": name, "value": values}
+        traces.append(
+            drawn_traces.trace("compute aa", rank=rank).replace(
+                metrics=pl.DataFrame(rows, strict=False).cast(schema.METRICS.schema)
+            )
+        )
+    return drawn_traces.run(*traces)
+
+
+def scaled(values: list[float], factor: float, *, first: int = 0) -> list[float]:
+    return [value * (factor if step >= first else 1) for step, value in enumerate(values)]
+
+
+def test_equal_numbers_agree_in_all_steps() -> None:
+    agreement = numbers.agreement(logged(LOSSES, LOSSES), logged(LOSSES, LOSSES))
+    assert agreement is not None
+    assert (agreement.steps, agreement.agreed_steps, agreement.rounding_ratio, agreement.first) == (6, 6, 0.0, None)
+    assert agreement.metrics == ("loss",)
+
+
+def test_the_first_difference_names_rank_step_and_values() -> None:
+    agreement = numbers.agreement(logged(LOSSES, LOSSES), logged(LOSSES, scaled(LOSSES, 1.0001, first=3)))
+    assert agreement is not None
+    assert agreement.agreed_steps == 3
+    first = agreement.first
+    assert first is not None
+    assert (first.metric, first.rank, first.step, first.reference) == ("loss", 1, 3, 5.2)
+    assert first.ratio == pytest.approx(1e-4, rel=1e-3)
+    assert not agreement.is_other_training
+
+
+def test_rounding_that_grows_from_step_to_step_is_none() -> None:
+    grown = [loss * (1 + 1e-7 * 5**step) for step, loss in enumerate(LOSSES)]  # to 3e-4
+    agreement = numbers.agreement(logged(LOSSES), logged(grown))
+    assert agreement is not None
+    assert agreement.first is None
+    assert agreement.rounding_ratio == pytest.approx(1e-7 * 5**5, rel=1e-2)
+
+
+def test_a_jump_within_growing_rounding_is_a_difference() -> None:
+    jumped = [loss * (1 + 1e-7 * 2**step + (1e-3 if step == 4 else 0)) for step, loss in enumerate(LOSSES)]
+    agreement = numbers.agreement(logged(LOSSES), logged(jumped))
+    assert agreement is not None
+    assert agreement.first is not None
+    assert agreement.first.step == 4
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_number_that_is_none_any_more_is_a_difference(value: float) -> None:
+    agreement = numbers.agreement(logged(LOSSES), logged([*LOSSES[:2], value, *LOSSES[3:]]))
+    assert agreement is not None
+    assert agreement.first is not None
+    assert (agreement.first.step, agreement.first.ratio) == (2, math.inf)
+    both = numbers.agreement(logged([value]), logged([value]))
+    assert both is not None
+    assert both.first is None
+
+
+def test_other_weights_or_data_are_no_mistake_of_a_formula() -> None:
+    agreement = numbers.agreement(logged(LOSSES), logged(scaled(LOSSES, 1.2)))
+    assert agreement is not None
+    assert agreement.is_other_training
+
+
+def test_runs_without_common_steps_say_nothing() -> None:
+    assert numbers.agreement(logged([]), logged(LOSSES)) is None
+    assert numbers.agreement(logged(LOSSES, name="speed"), logged(LOSSES, name="speed")) is None
+
+
+@given(st.lists(st.floats(1e-9, 1e-2), min_size=1, max_size=12))
+def test_the_first_step_is_that_of_the_definition(ratios: list[float]) -> None:
+    after = [1 / (1 - ratio) for ratio in ratios]
+    agreement = numbers.agreement(logged([1.0] * len(ratios)), logged(after))
+    assert agreement is not None
+    apart = [abs(value - 1) / value for value in after]
+    expected = next(
+        (
+            step
+            for step, ratio in enumerate(apart)
+            if ratio > max([numbers.LEAST_RATIO, *(30 * before for before in apart[:step])])
+        ),
+        None,
+    )
+    assert (None if agreement.first is None else agreement.first.step) == expected
+
+
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sample with the losses of rank 1 a ten-thousandth larger from step 12 on."""
+    folder = tmp_path_factory.mktemp("numbers") / "changed"
+    shutil.copytree(SAMPLE, folder)
+    log = folder / "rank00001.metrics.jsonl"
+    rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    for row in rows:
+        row["loss"] *= 1.0001 if row["step"] >= 12 else 1
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return folder
+
+
+def test_compare_states_speed_and_numbers_and_fails_on_request(changed: Path) -> None:
+    shown = command("compare", SAMPLE, changed, "--format", "json")
+    assert shown.returncode == 0, shown.stderr
+    stated = json.loads(shown.stdout)["numbers"]
+    assert (stated["agree"], stated["agreed_steps"]) == (False, 12)
+    assert (stated["first"]["rank"], stated["first"]["step"], stated["first"]["metric"]) == (1, 12, "loss")
+    assert command("compare", SAMPLE, changed, "--same-numbers").returncode == 1
+    assert command("compare", SAMPLE, SAMPLE, "--same-numbers").returncode == 0
+
+
+def test_runs_that_logged_no_numbers_cannot_be_required_to_agree(tmp_path: Path) -> None:
+    shutil.copytree(SAMPLE, tmp_path / "run", ignore=shutil.ignore_patterns("*.metrics.jsonl"))
+    refused = command("compare", tmp_path / "run", SAMPLE, "--same-numbers")
+    assert refused.returncode == 2
+    assert "--same-numbers" in refused.stderr
