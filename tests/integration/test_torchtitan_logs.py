@@ -1,4 +1,4 @@
-"""Logs of torchtitan's structured logger: recorded with its own writer (tests/recordings/torchtitan_logs/record.py)."""
+"""Logs of torchtitan's structured logger, recorded with its own writer (tests/recordings/torchtitan_logs)."""
 
 import gzip
 import json

@@ -23,6 +23,7 @@ RAISED = re.compile(
     r'(?:QualityIssue\(|yield \(?|"kind": (?="\w+", "message")'
     r'|append\(\(|None, |(?:each|file)\.path, |\[\(|(?:row|issue) = \()\s*"([a-z]+_?[a-z_]*)",'
 )
+RAISED_CONSTANT = re.compile(r"(?:yield |append\(\()schema\.([A-Z_]+),")
 
 
 def kinds_in_the_code():
@@ -35,7 +36,9 @@ def kinds_in_the_code():
         "replay/allocator/run_snapshots", "rules/data_quality",
     )  # fmt: skip
     files = [*rooms, *(SOURCES / f"{name}.py" for name in single)]
-    return {kind for file in files for kind in RAISED.findall(file.read_text())}
+    texts = [file.read_text() for file in files]
+    constants = {getattr(schema, name) for text in texts for name in RAISED_CONSTANT.findall(text)}
+    return constants | {kind for text in texts for kind in RAISED.findall(text)}
 
 
 def judge(run, **thresholds):

@@ -1,7 +1,7 @@
 """Record logs of torchtitan's own logger (pip install torchtitan==0.3.0), of a loop with its trainer's spans.
 
-The spans are those of torchtitan/trainer.py; the trainer itself needs GPUs. `python record.py FOLDER RANK`: the data
-loader takes as long as forward and backward, and step 12 has an evaluation of 0.4 s.
+The spans are those of torchtitan/trainer.py; the trainer itself needs GPUs. The data loader takes as long as forward and
+backward, and step 12 has an evaluation of 0.4 s. Run once for each rank: python record_torchtitan_logs.py FOLDER RANK
 """
 
 import sys
