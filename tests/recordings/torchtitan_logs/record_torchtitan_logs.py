@@ -1,7 +1,7 @@
 """Record logs of torchtitan's own logger (pip install torchtitan==0.3.0), of a loop with its trainer's spans.
 
 The spans are those of torchtitan/trainer.py; the trainer itself needs GPUs. The data loader takes as long as forward
-and backward, and step 12 has an evaluation of 0.4 s. Run once for each rank: python record_torchtitan_logs.py FOLDER RANK
+and backward, and step 12 has an evaluation of 0.4 s. For each rank: python record_torchtitan_logs.py FOLDER RANK
 """
 
 import sys
@@ -10,7 +10,7 @@ import time
 
 def main(folder: str, rank: int) -> None:
     """Write the log of a rank: 20 steps of about 70 ms."""
-    from torchtitan.observability import structured_logger  # here, as tests import this module without torchtitan
+    from torchtitan.observability import structured_logger  # tests import this module without torchtitan
 
     structured_logger.init_structured_logger(source="training", output_dir=folder, rank=rank)
     structured_logger.log_trace_instant("training_start")
