@@ -94,7 +94,7 @@ def predict(run: Run, gpus: int, network: Network | None = None) -> Prediction:
     assumed = _assumptions(run, growing, network)
     units_of_job = "GPUs" if run.table(contention.device_count)["devices"].sum() else "ranks"
 
-    def predicted(scales: _Scales) -> Prediction:
+    def predict_with(scales: _Scales) -> Prediction:
         def change(graph: Graph) -> Graph:
             return _on_more_gpus(graph, growing, waits_ns, scales, has_trees=network.has_trees)
 
@@ -102,9 +102,9 @@ def predict(run: Run, gpus: int, network: Network | None = None) -> Prediction:
 
     hops = (1 - _HOP_DOUBT, 1 + _HOP_DOUBT) if growing["knows_hop"].all() else _ASSUMED_HOPS
     fast, likely, slow = (
-        predicted(_Scales(1 + _RATE_DOUBT, hops[0], 0.5)),
-        predicted(_Scales()),
-        predicted(_Scales(1 - _RATE_DOUBT, hops[1], 2.0)),
+        predict_with(_Scales(1 + _RATE_DOUBT, hops[0], 0.5)),
+        predict_with(_Scales()),
+        predict_with(_Scales(1 - _RATE_DOUBT, hops[1], 2.0)),
     )
     doubt = max(_LEAST_DOUBT, abs(savings.worst_error_ratio(savings.replayed_steps(run))))
     return replace(
