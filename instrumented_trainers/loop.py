@@ -41,6 +41,7 @@ from instrumented_trainers.trackers import Scalar, Trackers
 from instrumented_trainers.traffic import repeated_bytes
 from tracekit import conventions
 from tracekit.capture import Recorder
+from tracekit.capture.checksums import ModuleChecksums
 from tracekit.capture.metrics import Number, Pending, PendingScalar
 from tracekit.conventions.strategies import EP, STRATEGIES
 
@@ -101,6 +102,7 @@ def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str], stop: St
     model, optimizer = build(config, options, mesh, active_faults, axes)
     if origin:
         _restore(origin, config, model, optimizer, batches)
+    checksums = ModuleChecksums(model) if config.checksums else None
     checkpoints = CheckpointSaver(config, active_faults, origin)
     watch = MemoryWatch(config, options, model, optimizer, first_step=first_step)
     throughput = Throughput.of(config)
@@ -125,6 +127,7 @@ def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str], stop: St
                 )
             loss, dropped = PendingScalar(number), _drop_metrics(model)
             norms = {} if norm is None else {conventions.GRADIENT_NORM_METRIC: PendingScalar(norm)}
+            sums = {} if checksums is None else checksums.of_step()
             stopped = stop.due(step, device=config.device)
             saved = None
             if stopped or _is_save_due(step, config):
@@ -134,7 +137,7 @@ def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str], stop: St
                 )
             evaluated = None if stopped else _evaluate(evaluation, step, model, recorder)
             last = stopped or step == config.steps - 1
-            recorder.step(_metrics(loss, evaluated) | norms | dropped, tokens=config.tokens_per_step, last=last)
+            recorder.step(_metrics(loss, evaluated) | norms | dropped | sums, tokens=config.tokens_per_step, last=last)
             lead.limit(loss)
             assert recorder.step_time is not None
             progress.step(step, loss, elapsed=recorder.step_time)

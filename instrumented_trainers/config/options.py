@@ -205,6 +205,9 @@ def add_recording(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--stacks", action="store_true", help="record Python stacks too (traces grow tenfold)")
     group.add_argument("--modules", action="store_true", help="record a span for each forward call of a module")
     group.add_argument(
+        "--checksums", action="store_true", help="log a checksum of what each module computes, for tracekit compare"
+    )
+    group.add_argument(
         "--device-metrics", action="store_true", help="record clocks, power, temperature and throttling of the GPUs"
     )
     group.add_argument(

@@ -112,6 +112,7 @@ class TrainingConfig:
     profile_active: int = 5
     stacks: bool = False
     modules: bool = False
+    checksums: bool = False
     device_metrics: bool = False
     memory: bool = True
     checkpoint_every: int = 0

@@ -255,7 +255,7 @@ class ModuleSpans:
         prefix = conventions.MODULE_PREFIX + root if around is None else f"{around}.{root}"
         used_names = set()
         for path, part in module.named_modules():
-            span_name = ".".join([prefix, *_parts(module, path)])
+            span_name = ".".join([prefix, *module_path(module, path)])
             self._names.setdefault(part, "" if span_name in used_names else span_name)
             used_names.add(span_name)
         return self._names[module]
@@ -337,8 +337,8 @@ def _unwrap(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
-def _parts(root: torch.nn.Module, path: str) -> list[str]:
-    """Names on a path below the root without those of wrappers."""
+def module_path(root: torch.nn.Module, path: str) -> list[str]:
+    """Names on a module's path below the root, without those of wrappers."""
     names = path.split(".") if path else []
     if names and names[0] == "module" and isinstance(root, _PARALLEL):
         names = names[1:]

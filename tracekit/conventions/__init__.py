@@ -140,6 +140,7 @@ CPU_TIME_METRIC = "cpu_time_ns"  # time that the process, all its threads, ran i
 PROCESSOR_WAIT_METRIC = "processor_wait_ns"  # for which the training's thread was ready to run, without a processor
 LOSS_METRIC = "loss"
 GRADIENT_NORM_METRIC = "grad_norm"
+CHECKSUM_PREFIX = "checksum/"  # and the name of a module: the sum of the absolute values that it returned in the step
 TOKENS_METRIC = "tokens_per_second"  # of all ranks together: the tokens of a step over the rank's time of the step
 TOKENS_PER_GPU_METRIC = "tokens_per_second_per_gpu"  # the same over the number of ranks
 DATA_WAIT_METRIC = "data_wait_ns"  # time of the step in which the training waited for a batch

@@ -22,7 +22,10 @@ _OTHER_TRAINING_RATIO = 0.01
 
 @dataclass(frozen=True)
 class Difference:
-    """The first difference beyond rounding: a metric of a rank in a step, in both trainings."""
+    """The first difference beyond rounding: a metric of a rank in a step, in both trainings.
+
+    Of a step in which checksums of modules differ it is the first module that was called, else the largest difference.
+    """
 
     metric: str
     rank: int
@@ -55,8 +58,13 @@ class Agreement:
 
 @trace_fact
 def logged_numbers(trace: Trace) -> pl.DataFrame:
-    """Loss and gradient norm of each step by a rank's metrics log: columns as METRICS."""
-    return trace.metrics.filter(pl.col("name").is_in(LOGGED), pl.col("step").is_not_null())
+    """Loss, gradient norm and checksums of modules of each step by a rank's metrics log.
+
+    Columns as METRICS, and order: the place of the metric among those of the step, modules in the order of their calls.
+    """
+    is_number = pl.col("name").is_in(LOGGED) | pl.col("name").str.starts_with(conventions.CHECKSUM_PREFIX)
+    rows = trace.metrics.filter(is_number, pl.col("step").is_not_null())
+    return rows.with_columns(order=pl.int_range(pl.len()).over("step"))
 
 
 def agreement(reference: Run, candidate: Run) -> Agreement | None:
@@ -76,19 +84,23 @@ def agreement(reference: Run, candidate: Run) -> Agreement | None:
     rows = both.with_columns(ratio=ratio).sort("step", "ratio", descending=[False, True])
     by_step = rows.group_by("step", maintain_order=True).agg(pl.col("ratio").max())
     rounding = 0.0
-    names = tuple(sorted(both["name"].unique()))
+    is_checksum = pl.col("name").str.starts_with(conventions.CHECKSUM_PREFIX)
+    names = both.filter(~is_checksum)["name"].unique().sort().to_list()
+    names += ["checksums"] if len(names) < both["name"].n_unique() else []
     for number, (step, largest) in enumerate(by_step.iter_rows()):
-        if largest > max(LEAST_RATIO, _GROWTH * rounding):
-            row = rows.filter(pl.col("step") == step).row(0, named=True)
+        if largest > (least_ratio := max(LEAST_RATIO, _GROWTH * rounding)):
+            apart_rows = rows.filter(pl.col("step") == step, pl.col("ratio") > least_ratio)
+            modules = apart_rows.filter(is_checksum).sort("order", "rank")
+            row = (apart_rows if modules.is_empty() else modules).row(0, named=True)
             values = (row["value"], row["value_after"], row["ratio"])
             return Agreement(
-                by_step.height, number, rounding, names, Difference(row["name"], row["rank"], step, *values)
+                by_step.height, number, rounding, tuple(names), Difference(row["name"], row["rank"], step, *values)
             )
         rounding = max(rounding, largest)
-    return Agreement(by_step.height, by_step.height, rounding, names)
+    return Agreement(by_step.height, by_step.height, rounding, tuple(names))
 
 
 def _numbers(run: Run) -> pl.DataFrame:
     """Logged numbers by step, name and rank; of a step that was logged twice (a resumed training) the last."""
-    rows = run.table(logged_numbers).drop_nulls("value").select("step", "name", "rank", "value")
+    rows = run.table(logged_numbers).drop_nulls("value").select("step", "name", "rank", "value", "order")
     return rows.unique(["step", "name", "rank"], keep="last", maintain_order=True)

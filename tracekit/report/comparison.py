@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 
 import polars as pl
 
+from tracekit import conventions
 from tracekit.model import escaping, units
 from tracekit.regression.comparison import Comparison
 from tracekit.regression.contributions import Contribution
@@ -89,8 +90,10 @@ def number_sentence(numbers: Agreement) -> str:
     if numbers.first is None:
         return f"{names}: {up_to} in all {steps}"
     first = numbers.first
+    module = first.metric.removeprefix(conventions.CHECKSUM_PREFIX)
+    what = first.metric if module == first.metric else f"what module {escaping.inert(module)} computes"
     return (
-        f"{first.metric} differs from step {first.step} on (rank {first.rank}: {first.reference:.6g} → "
+        f"{what} differs from step {first.step} on (rank {first.rank}: {first.reference:.6g} → "
         f"{first.candidate:.6g}, {first.ratio:.1g} apart); in {steps} before, {names}: {up_to}"
     )
 
