@@ -13,6 +13,8 @@ _SOON_S = 0.5
 """A run that opens within this time shows no progress."""
 _POLL_S = 0.5
 _MAX_WORD = 40
+_OPENED = "opened_paths"
+"""Key of the paths of the runs that this session has opened."""
 
 
 def open_run(entry: RunEntry) -> OpenRun | None:
@@ -21,16 +23,18 @@ def open_run(entry: RunEntry) -> OpenRun | None:
 
 
 def _open_run(entry: RunEntry) -> OpenRun:
+    opened_paths: set[str] = st.session_state.setdefault(_OPENED, set())
     opening = run_store.start_opening(entry)
-    if opening is None:
-        return run_store.open_run(entry)
     # A page that follows a recording shows what it showed before until the new trace is read.
-    if not opening.has_ended(_SOON_S) and not entry.is_live:
+    is_followed = entry.is_live and entry.path in opened_paths
+    if opening is not None and not is_followed and not opening.has_ended(_SOON_S):
         place = st.empty()
         with sharing.pause(), place.container():
             _show_progress(entry, opening)
         place.empty()
-    return opening.result()
+    opened = run_store.open_run(entry) if opening is None else opening.result()
+    opened_paths.add(entry.path)
+    return opened
 
 
 def _show_progress(entry: RunEntry, opening: FirstOpening[OpenRun]) -> None:

@@ -65,7 +65,7 @@ def _headline(reference: RunEntry, candidates: Sequence[RunEntry]) -> Headline |
         return None
     compared, change = max(changes, key=lambda pair: abs(pair[1].change or 0.0))
     text = comparison.with_minus_signs(step_verdict.headline(compared))
-    return Headline(text[:1].upper() + text[1:], status=html_fragments.change_status(change))
+    return Headline(text[:1].upper() + text[1:], status=html_fragments.change_status(compared, change))
 
 
 def _by_size(entries: Sequence[RunEntry]) -> ScalingComparison | None:

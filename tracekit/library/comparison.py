@@ -96,7 +96,9 @@ class SizeComparison(DocumentAnswer):
 
     def plot(self) -> "go.Figure":
         """GPU time per token by part, and throughput against perfect scaling."""
-        return charts.scaling(self.compared)
+        from tracekit.library.notebook_figure import NotebookFigure
+
+        return NotebookFigure.of(charts.scaling(self.compared), self.compared.runs[-1].name, "Scaling")
 
     def formats(self) -> Mapping[str, Callable[[], str]]:
         """HTML with the figure, Markdown, JSON, text and CSV."""
@@ -124,7 +126,7 @@ def compare(reference: Run | RunSamples, candidate: Run, *, allow_different: boo
     """Compare the medians of steps, with 99% intervals; or runs of different size by throughput and efficiency."""
     if isinstance(reference, Run) and sizes.differ_in_size([reference, candidate]):
         sides = [ScalingSide.of(run) for run in (reference, candidate)]
-        if not allow_different or sizes.is_work_known(sides):
+        if not allow_different or sizes.has_efficiency(sides):
             return SizeComparison(sizes.compare_sizes(sides, allow_different=allow_different))
     return Comparison(comparing.compare_runs(reference, candidate, allow_different=allow_different))
 

@@ -115,10 +115,12 @@ class Run(model.Run):
 
     def plot(self, name: str) -> "go.Figure":
         """A figure of the dashboard by its name in docs/notebook.md. Raises InputError for another name."""
+        from tracekit.library.notebook_figure import NotebookFigure
         from tracekit.report import charts, figures
 
         drawn = figures.draw(self, name)
-        return charts.with_title(drawn.figure, f"{self.name} · {drawn.heading}")
+        titled = charts.with_title(drawn.figure, f"{self.name} · {drawn.heading}")
+        return NotebookFigure.of(titled, self.name, drawn.heading)
 
     def timeline(self, *, max_bytes: int = 3_000_000) -> "Timeline":
         """The interactive timeline of all ranks, with the evidence of findings; first profiled window.

@@ -267,6 +267,12 @@ def work_shares(run: Run) -> pl.DataFrame:
     return pl.concat(parts)
 
 
+def differing_model_fields(reference: Mapping[str, Plain], candidate: Mapping[str, Plain]) -> list[str]:
+    """Fields of the model, such as "model.layers", that both of two flat manifests state, and state differently."""
+    shared = sorted(reference.keys() & candidate.keys())
+    return [name for name in shared if name.partition(".")[0] == "model" and reference[name] != candidate[name]]
+
+
 def work_difference(reference: pl.DataFrame, candidate: pl.DataFrame) -> str | None:
     """Return in words that the work of two runs differs, by their `work_shares`; None if not, or if it is not known.
 

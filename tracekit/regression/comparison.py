@@ -105,6 +105,8 @@ class Comparison:
     """What the calls of a step changed by; None without the traces of both sides."""
     numbers: Agreement | None = None
     """How far loss and gradient norm agree; None where the sides are no two runs that logged them."""
+    is_same_work: bool = True
+    """False where the steps compute something else, as of another model or batch: no shorter step is an improvement."""
 
     @property
     def fastest_ns(self) -> tuple[int, int] | None:
@@ -175,7 +177,9 @@ def compare(
         places=(reference.places, candidate.places),
     )
     changes = compared.changes if work is None else tuple(_without_less_work(compared.changes))
-    return replace(compared, changes=changes, differences=tuple(notes))
+    models = [flat({"model": side.manifest.get("model")}) for side in (reference, candidate)]
+    is_same_work = work is None and not baseline.differing_model_fields(*models)
+    return replace(compared, changes=changes, differences=tuple(notes), is_same_work=is_same_work)
 
 
 def compare_runs(

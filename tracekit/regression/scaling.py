@@ -18,7 +18,7 @@ from tracekit import conventions
 from tracekit.analysis.parallelism import pipeline_communication, rank_places, time_by_part
 from tracekit.analysis.parallelism.time_by_part import COMMUNICATION, PARTS, WAIT
 from tracekit.errors import NotComparableError
-from tracekit.model import environment, schema
+from tracekit.model import environment, schema, units
 from tracekit.model.fact import trace_fact
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace, TraceFact
@@ -31,13 +31,15 @@ from tracekit.regression.thresholds import Change, Thresholds
 MAX_TOKEN_SPREAD = 0.05
 """Batches of tokens that differ by less are the same: sequences of a job need not be equally long."""
 _TOKEN_COLUMNS = schema.columns("step tokens gpu_tokens", tokens=pl.Float64, gpu_tokens=pl.Float64)
-_MUST_AGREE = ("device", "device_name", "model")
+_MUST_AGREE = ("device", "device_name")
 _SIZES = (
     "world_size", "mesh", "arguments.batch", "arguments.batch_size", "arguments.micro_batch_size",
     "arguments.global_batch_size", "arguments.local_batch_size", "arguments.micro_batches",
     "arguments.gradient_accumulation_steps",
 )  # fmt: skip
 _IN_STEP = ("window", "step")
+_MAX_OPERATIONS_RATIO = 2.0
+"""Models differ where one takes more operations per token: recomputation of a whole model adds a third."""
 _MOST_RATIO = 0.5
 """An op is named for a change of exposed communication from this share of it on."""
 
@@ -58,7 +60,9 @@ def step_tokens(trace: Trace) -> pl.DataFrame:
 
 SIZE_FACTS: tuple[TraceFact, ...] = (step_tokens, environment.versions, *rank_places.FACTS)
 """The facts that `RunSize` reads."""
-FACTS: tuple[TraceFact, ...] = (*SIZE_FACTS, *time_by_part.FACTS, metric_sources.flop_samples)
+FACTS: tuple[TraceFact, ...] = (
+    *SIZE_FACTS, *baseline.WORK_FACTS, *time_by_part.FACTS, metric_sources.flop_samples,
+)  # fmt: skip
 """The facts that `ScalingSide` reads."""
 
 
@@ -152,6 +156,8 @@ class ScalingSide:
     world_size: int
     by_work: Mapping[Work, ScaledRun]
     """Its step by each unit in which its work is known."""
+    operator_calls: pl.DataFrame
+    """Shares of the calls of a step by operator, as `baseline.work_shares` has them."""
 
     @classmethod
     def of(cls, run: Run, name: str = "") -> "ScalingSide":
@@ -161,7 +167,9 @@ class ScalingSide:
         amounts = {Work.TOKENS: _logged_tokens(run, gpus), Work.FLOPS: _operations(run, gpus)}
         known = {work: table for work, table in amounts.items() if not table.is_empty()}
         by_work = {work: _run_with_work(run, name, steps, table) for work, table in known.items()}
-        return cls(name, baseline.fingerprint(run), gpus, by_work)
+        # Shapes change with the batch, names of operators only with the model.
+        operator_calls = baseline.work_shares(run).filter(pl.col("kind") == baseline.CALLS)
+        return cls(name, baseline.fingerprint(run), gpus, by_work, operator_calls)
 
 
 @dataclass(frozen=True)
@@ -227,9 +235,9 @@ def differ_in_size(runs: Sequence[Run]) -> bool:
     return any(size.differs(first) for size in others)
 
 
-def is_work_known(sides: Sequence[ScalingSide]) -> bool:
-    """Return whether the work of a step of all runs can be counted in the same unit."""
-    return _common_work(sides) is not None
+def has_efficiency(sides: Sequence[ScalingSide]) -> bool:
+    """Whether all runs train one model, and the work of their steps can be counted in the same unit."""
+    return _common_work(sides) is not None and not _model_differences(sides)
 
 
 def compare_sizes(
@@ -237,9 +245,14 @@ def compare_sizes(
 ) -> ScalingComparison:
     """Compare runs of one job that differ in GPUs, nodes or batch, with the first one.
 
-    Raises NotComparableError where model or device differ, unless allowed, or where the work of a step is not known:
-    neither tokens in the metrics log nor floating-point operations in the traces.
+    Raises NotComparableError where devices differ, unless allowed, where models differ, whose tokens are other work,
+    or where the work of a step is not known: neither tokens in the metrics log nor operations in the traces.
     """
+    if models := _model_differences(sides):
+        raise NotComparableError(
+            f"{'; '.join(models)}; runs of different models have no scaling efficiency: pass --allow-different to "
+            "compare the metrics of two runs"
+        )
     notes = _differences(sides, allow_different=allow_different)
     work = _common_work(sides)
     without_tokens = [side.name for side in sides if Work.TOKENS not in side.by_work]
@@ -343,12 +356,45 @@ def _differences(sides: Sequence[ScalingSide], *, allow_different: bool) -> list
         for field in sorted(a.keys() | b.keys()):
             if a.get(field) == b.get(field) or any(_is_of(field, size) for size in _SIZES):
                 continue
-            stated = f"{baseline.shown(a, field)} in {first.name}, {baseline.shown(b, field)} in {other.name}"
             is_refused = field in a and field in b and any(_is_of(field, part) for part in _MUST_AGREE)
-            (refused if is_refused else notes).append(f"{field} differs: {stated}")
+            (refused if is_refused else notes).append(_stated(field, first, other))
     if refused and not allow_different:
         raise NotComparableError(f"{'; '.join(refused)}; pass --allow-different to compare anyway")
     return refused + notes
+
+
+def _model_differences(sides: Sequence[ScalingSide]) -> list[str]:
+    """What says that a run trains another model than the first: its manifest, or else the work of its steps."""
+    first, *others = sides
+    differences: list[str] = []
+    for other in others:
+        a, b = first.fingerprint, other.fingerprint
+        if all(any(_is_of(field, "model") for field in fields) for fields in (a, b)):
+            differences += [_stated(field, first, other) for field in baseline.differing_model_fields(a, b)]
+        elif operators := baseline.work_difference(first.operator_calls, other.operator_calls):
+            differences.append(f"{first.name}, {other.name}: {operators}")
+        elif differing := _differing_operations(first, other):
+            differences.append(differing)
+    return differences
+
+
+def _differing_operations(first: ScalingSide, other: ScalingSide) -> str:
+    """What says that the operations per token of two runs differ by more than recomputation; '' where not known."""
+    runs = [side.by_work.get(work) for work in (Work.FLOPS, Work.TOKENS) for side in (first, other)]
+    amounts = [run.step_work for run in runs if run is not None]
+    if len(amounts) < len(runs):
+        return ""
+    per_token = [amounts[0] / amounts[2], amounts[1] / amounts[3]]
+    if max(per_token) <= _MAX_OPERATIONS_RATIO * min(per_token):
+        return ""
+    a, b = map(units.operations, per_token)
+    return f"FLOP per token differ: {a} in {first.name}, {b} in {other.name}"
+
+
+def _stated(field: str, first: ScalingSide, other: ScalingSide) -> str:
+    """What two runs state of a field that differs."""
+    values = [f"{baseline.shown(side.fingerprint, field)} in {side.name}" for side in (first, other)]
+    return f"{field} differs: {', '.join(values)}"
 
 
 def _common_work(sides: Sequence[ScalingSide]) -> Work | None:

@@ -68,7 +68,7 @@ def verdict_lines(compared: Comparison) -> list[Line]:
     if step is None or not headline:
         first = [line((compared.candidate, Emphasis.STRONG), " compared with ", (compared.reference, Emphasis.STRONG))]
     else:
-        first = [line((headline, EMPHASES[step.verdict]))]
+        first = [line((headline, EMPHASES[step_verdict.colour_verdict(compared, step)]))]
     advice = step_verdict.advice(compared)
     texts = (
         call_changes.sentence(compared),

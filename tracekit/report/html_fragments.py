@@ -105,13 +105,13 @@ def comparison_verdict(compared: Comparison, gate: CheckResult | None) -> str:
         new = [verdict.finding.code for verdict in gate.findings if verdict.status is FindingStatus.NEW]
         for name, codes in (("new findings", new), ("resolved findings", [finding.code for finding in gate.fixed])):
             lines += [(name, ", ".join(dict.fromkeys(map(phrases.rule_name, codes))))] if codes else []
-    status = change_status(first)
+    status = change_status(compared, first)
     return escaping.fragment("comparison_verdict", status, headline, " · ".join(metrics), lines)
 
 
-def change_status(change: Change) -> str:
-    """Return the colour of a change."""
-    return _VERDICT_CLASSES[change.verdict]
+def change_status(compared: Comparison, change: Change) -> str:
+    """Return the colour of a change: green only where both runs do the same work."""
+    return _VERDICT_CLASSES[step_verdict.colour_verdict(compared, change)]
 
 
 def is_conclusive(change: Change) -> bool:

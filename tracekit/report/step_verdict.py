@@ -36,9 +36,17 @@ _LONGER_RATIO = 0.5
 
 def headline(compared: Comparison) -> str:
     """Return the verdict on the step time in one sentence, with the reasons; '' where no step time is compared."""
-    step = compared.step
-    if step is None:
-        return ""
+    sentence = "" if compared.step is None else _step_sentence(compared, compared.step)
+    return f"The runs do different work: {sentence}" if sentence and not compared.is_same_work else sentence
+
+
+def colour_verdict(compared: Comparison, change: Change) -> Verdict:
+    """Verdict whose colour a change is shown in: that a step of other work is shorter, or as long, is no good sign."""
+    is_doubtful = not compared.is_same_work and change.verdict in (Verdict.BETTER, Verdict.SAME)
+    return Verdict.INCONCLUSIVE if is_doubtful else change.verdict
+
+
+def _step_sentence(compared: Comparison, step: Change) -> str:
     a, b = (escaping.inert(name, _MAX_NAME) for name in (compared.reference, compared.candidate))
     times = f"{_times(step.reference, step.candidate)} a step"
     if step.verdict is Verdict.SAME:
@@ -115,7 +123,7 @@ def contribution_cells(compared: Comparison) -> Cells:
     total = step_total(step)
     rows.append(("together", signed_duration(total), "", VERDICTS[step.verdict], "", ""))
     emphases = [EMPHASES[part.verdict] for part in shown]
-    emphases += [Emphasis.FAINT] * (len(rows) - len(shown) - 1) + [EMPHASES[step.verdict]]
+    emphases += [Emphasis.FAINT] * (len(rows) - len(shown) - 1) + [EMPHASES[colour_verdict(compared, step)]]
     header = ("", "change", f"{compared.confidence:.0%} interval", "verdict", "most of it", "")
     return Cells(header, tuple(rows), (1, 2, 5), tuple(emphases), early_drop=(2, 5, 4), cuts_first=False, emphasized=3)
 

@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -337,6 +338,20 @@ def test_runs_of_different_size_are_compared_by_efficiency(tmp_path):
     assert "on 2 times the GPUs: efficiency" in html_of(shown)
     row = html_of(shown).split("exposed communication</td>")[1].split("</tr>")[0]
     assert "+" in row
+
+
+def test_runs_of_different_models_have_no_efficiency_and_no_green_verdict(tmp_path):
+    # Their steps have different numbers of tokens, and the second is faster.
+    shutil.copytree(FAULTS / "no-prefetch", tmp_path / "a")
+    shutil.copytree(SAMPLE, tmp_path / "b")
+    shown = page("compare", tmp_path)
+    assert not shown.exception
+    assert "scaling" not in [chart.key for chart in shown.get("plotly_chart")]
+    assert any("model.name differs" in caption.value.replace("\\", "") for caption in shown.caption)
+    headline, verdict = re.findall(
+        r'class="tk-(?:headline|verdict) (\w+)"><b>The runs do different work: ', html_of(shown)
+    )
+    assert "good" not in (headline, verdict)
 
 
 def test_one_run_alone_is_not_compared(runs):

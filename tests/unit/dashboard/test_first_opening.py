@@ -1,6 +1,8 @@
 """The first opening of a run: in a thread that all sessions share, with its progress and what is known so far."""
 
 import dataclasses
+import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -179,3 +181,51 @@ def test_a_page_shows_no_progress_once_the_run_is_open(monkeypatch, tmp_path):
     again = AppTest.from_function(script, args=(str(SAMPLE),), default_timeout=300).run()
     assert again.session_state["opened"] == app.session_state["opened"]
     assert drawn == []  # the report is cached
+
+
+def test_a_live_run_shows_progress_only_until_the_session_has_opened_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRACEKIT_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(page_opening, "_SOON_S", 0)
+    monkeypatch.setattr(page_opening, "_POLL_S", 0.01)
+    folder = shutil.copytree(SAMPLE, tmp_path / "live")
+
+    def script(path):
+        import dataclasses
+
+        import streamlit as st
+
+        from dashboard import opening, run_store
+        from dashboard.run_catalog import Catalog
+
+        entry = dataclasses.replace(Catalog((path,)).listing().entries[0], is_live=True)
+        run_store.read_again(entry)
+        st.session_state["opened"] = opening.open_run(entry) is not None
+
+    drawn, is_shown = [], threading.Event()
+    show, attribute_costs = page_opening._progress, cost_attribution.attribute_costs
+
+    def progress(*of):
+        drawn.append(show(*of))
+        is_shown.set()
+        return drawn[-1]
+
+    def attribute_after_that(report):
+        assert is_shown.wait(300)
+        return attribute_costs(report)
+
+    monkeypatch.setattr(page_opening, "_progress", progress)
+    monkeypatch.setattr(cost_attribution, "attribute_costs", attribute_after_that)
+    app = AppTest.from_function(script, args=(str(folder),), default_timeout=300).run()
+    assert app.session_state["opened"]
+    assert drawn
+    drawn.clear()
+    checks = []
+    monkeypatch.setattr(
+        cost_attribution, "attribute_costs", lambda report: checks.append(report) or attribute_costs(report)
+    )
+    for file in folder.iterdir():
+        os.utime(file)  # as if another trace was complete: the run is read again
+    app.run()
+    assert app.session_state["opened"]
+    assert len(checks) == 1
+    assert drawn == []

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from tests.unit.simulate.jobs import job, pipelined, written
 from tracekit import conventions
 from tracekit.analysis.parallelism import time_by_part
 from tracekit.errors import NotComparableError
+from tracekit.library.comparison import Comparison
 from tracekit.model.run import Run
 from tracekit.plan.hardware import HARDWARE
 from tracekit.regression import scaling
@@ -191,14 +193,48 @@ def drawn(name: str, ranks: int, *, model: str = "m", tokens: float | None = 100
 
 
 def test_runs_of_another_model_or_without_tokens_are_refused() -> None:
-    with pytest.raises(NotComparableError, match=r"model.name differs: m in a, other in b"):
-        compare([drawn("a", 2), drawn("b", 4, model="other")])
-    allowed = compare([drawn("a", 2), drawn("b", 4, model="other")], allow_different=True)
-    assert any(note.startswith("model.name differs") for note in allowed.notes)
+    others = [drawn("a", 2), drawn("b", 4, model="other")]
+    for allow_different in (False, True):
+        with pytest.raises(NotComparableError, match=r"model.name differs: m in a, other in b"):
+            compare(others, allow_different=allow_different)
+    assert not scaling.has_efficiency([ScalingSide.of(run) for run in others])
+    assert scaling.has_efficiency([ScalingSide.of(run) for run in (drawn("a", 2), drawn("b", 4))])
     runs = [drawn("a", 2), drawn("b", 4, tokens=None)]
-    assert not scaling.is_work_known([ScalingSide.of(run) for run in runs])
+    assert not scaling.has_efficiency([ScalingSide.of(run) for run in runs])
     with pytest.raises(NotComparableError, match="world_size differs: 2 in a, 4 in b, and no log of b states"):
         compare(runs)
+
+
+SAMPLES = REPOSITORY / "sample_traces"
+
+
+@pytest.mark.parametrize("is_model_stated", [True, False])
+def test_recorded_runs_of_different_models_have_no_efficiency(tmp_path: Path, *, is_model_stated: bool) -> None:
+    # The tokens of their steps differ, as those of one model with another batch do.
+    folders = []
+    for name in ("demo-fsdp2", "faults/no-prefetch"):
+        folder = shutil.copytree(SAMPLES / name, tmp_path / name)
+        if not is_model_stated:
+            manifest = json.loads((folder / conventions.MANIFEST_FILE).read_text("utf-8"))
+            del manifest["model"]
+            (folder / conventions.MANIFEST_FILE).write_text(json.dumps(manifest), "utf-8")
+        folders.append(str(folder))
+    runs = [tracekit.load(folder, cache=False) for folder in folders]
+    assert scaling.differ_in_size(runs)
+    with pytest.raises(NotComparableError):
+        compare(runs, allow_different=True)
+    compared = runs[1].compare(runs[0], allow_different=True)
+    assert isinstance(compared, Comparison)
+    assert not compared.compared.is_same_work
+
+
+def test_one_model_under_another_strategy_has_an_efficiency_where_no_manifest_states_it(tmp_path: Path) -> None:
+    runs = []
+    for name in ("demo-fsdp2", "demo-yafsdp"):
+        folder = shutil.copytree(SAMPLES / name, tmp_path / name)
+        (folder / conventions.MANIFEST_FILE).unlink()
+        runs.append(tracekit.load(str(folder), cache=False))
+    assert scaling.has_efficiency([ScalingSide.of(run) for run in runs])
 
 
 def test_without_tokens_work_is_counted_in_operations(tmp_path: Path) -> None:

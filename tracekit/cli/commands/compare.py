@@ -94,8 +94,8 @@ def compare(
         runs = [side for side in sides if isinstance(side, Run)]
         if len(runs) == len(sides) and scaling.differ_in_size(runs):
             sized = [run_loading.scaling_side(run) for run in runs]
-            # Where the work of a step is not known, only the metrics of two runs can be compared.
-            if not allow_different or len(runs) > 2 or scaling.is_work_known(sized):
+            # Of different models, or of work that is not known, only the metrics of two runs can be compared.
+            if not allow_different or len(runs) > 2 or scaling.has_efficiency(sized):
                 by_size = scaling.compare_sizes(sized, allow_different=allow_different)
                 _write(report.document(by_size), report.as_csv(by_size), comparison_format, output_options)
                 for run in runs[1:] if parsed else ():
