@@ -198,6 +198,14 @@ def test_a_log_without_collectives_is_refused(tmp_path):
         read(write(tmp_path / "node-pid7.log", record))
 
 
+@pytest.mark.parametrize("stated", [1e308, None, [], {}])
+def test_a_communicator_that_is_no_name_has_no_collective(tmp_path, stated):
+    record = json.loads(json.dumps(README_EXAMPLE))
+    record["header"]["id"] = stated
+    with pytest.raises(BadTraceError, match="no collective"):
+        read(write(tmp_path / "node-pid7.log", record))
+
+
 def test_other_logs_in_a_folder_are_not_looked_at(tmp_path):
     inspector_logs.write(tmp_path, inspector_logs.job(2, 5))
     (tmp_path / "stdout.log").write_text("step 1\n")

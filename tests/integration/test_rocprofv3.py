@@ -87,3 +87,13 @@ def test_records_without_times_are_counted(tmp_path):
     trace = load(write(tmp_path, document)).trace(0, 0)
     assert trace.activities.height == 5
     assert any("2 records" in text for text in trace.data_quality.filter(kind="bad_times")["message"])
+
+
+def test_a_kernel_whose_number_is_a_list_has_no_name(tmp_path):
+    document = rocprofv3_files.training()
+    tool = document["rocprofiler-sdk-tool"]
+    tool = tool[0] if isinstance(tool, list) else tool
+    tool["buffer_records"]["kernel_dispatch"][0]["dispatch_info"]["kernel_id"] = [[1]]
+    tool["agents"][-1]["product_name"] = {"a": 1}
+    names = load(write(tmp_path, document)).trace(0, 0).activities["name"].to_list()
+    assert "kernel None" in names

@@ -272,7 +272,7 @@ def _call(line: _Line) -> _Call | None:
     ended_us = max((end for k in _kernels(times) if (end := _time_us(k.kernel_stop_ts))), default=None)
     end_us = _time_us(line.metadata.dump_timestamp_us) if ended_us is None else ended_us
     usable_dur_us = _time_us(dur_us)
-    is_known = isinstance(function, str) and function in nccl_calls.OPS
+    is_known = isinstance(function, str) and function in nccl_calls.OPS and isinstance(line.header.id, str | int)
     if not is_known or usable_dur_us is None or end_us is None or usable_dur_us > end_us:
         return None
     size, bytes_of_part = _whole(line.header.n_ranks), _whole(part_bytes)
@@ -280,7 +280,7 @@ def _call(line: _Line) -> _Call | None:
     return _Call(
         function=function,
         communicator=str(line.header.id)[:_MOST_TEXT],
-        description=str(line.header.comm_name)[:_MOST_TEXT] if line.header.comm_name else None,
+        description=line.header.comm_name[:_MOST_TEXT] if isinstance(line.header.comm_name, str) else None,
         size=size,
         sequence=_whole(sequence),
         part_bytes=bytes_of_part if bytes_of_part is not None and bytes_of_part * (size or 1) <= _MOST_BYTES else None,

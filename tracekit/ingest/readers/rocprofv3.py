@@ -153,7 +153,7 @@ class _Results:
         gpus = [agent for agent in self._tool.agents if agent.type == _GPU and _handle(agent.id) is not None]
         self._device_of = {_handle(agent.id): place for place, agent in enumerate(gpus)}
         self._symbols = {
-            symbol.kernel_id: str(symbol.formatted_kernel_name or symbol.kernel_name)[:_MOST_NAME]
+            symbol.kernel_id: _name(symbol.formatted_kernel_name or symbol.kernel_name)
             for symbol in self._tool.kernel_symbols
             if type(symbol.kernel_id) is int
         }
@@ -199,7 +199,10 @@ class _Results:
             block=_raw(_sizes(dispatch.workgroup_size)),
             grid=_raw(_blocks(dispatch.grid_size, dispatch.workgroup_size)),
         )
-        name = self._symbols.get(dispatch.kernel_id, f"kernel {str(dispatch.kernel_id)[:20]}")
+        number = _whole(dispatch.kernel_id)
+        name = f"kernel {number}"
+        if number is not None:
+            name = self._symbols.get(number, name)
         return Slice("kernel_dispatch", name, args.device, args.stream, start_us, dur_us, args)
 
     def _copy(self, record: _Record, start_us: float, dur_us: float) -> Slice:
@@ -215,11 +218,11 @@ class _Results:
         correlation = _correlation(record)
         marker = None if correlation is None else self._markers.get(correlation)
         if isinstance(marker, str):
-            return marker[:_MOST_NAME]
+            return _name(marker)
         kinds, kind, operation = self._tool.strings.buffer_records, _whole(record.kind), _whole(record.operation)
         if kind is None or operation is None or kind >= len(kinds) or operation >= len(kinds[kind].operations):
             return f"operation {kind}.{operation}"
-        return str(kinds[kind].operations[operation])[:_MOST_NAME]
+        return _name(kinds[kind].operations[operation])
 
 
 def _load(path: str) -> _Tool:
@@ -242,8 +245,12 @@ def _load(path: str) -> _Tool:
 
 
 def _properties(place: int, agent: _Agent) -> Mapping[str, Any]:
-    stated = {"id": place, "name": str(agent.product_name or agent.name)[:_MOST_NAME]}
+    stated = {"id": place, "name": _name(agent.product_name or agent.name)}
     return stated | ({"numSms": agent.cu_count} if _whole(agent.cu_count) else {})
+
+
+def _name(stated: object) -> str:
+    return stated[:_MOST_NAME] if isinstance(stated, str) else "unnamed"
 
 
 def _stream(record: _Record, dispatch: _Dispatch | None) -> int:
