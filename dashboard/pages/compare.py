@@ -9,7 +9,7 @@ from dashboard import downloads, run_store, widgets
 from dashboard.pages.page import Needs, Page
 from dashboard.run_entry import RunEntry
 from dashboard.run_store import regression
-from dashboard.run_store.regression import Change, Comparison, ScalingComparison
+from dashboard.run_store.regression import Change, Comparison, ScalingComparison, Verdict
 from dashboard.url_state import bind_flag
 from tracekit.errors import NotComparableError
 from tracekit.model import escaping
@@ -187,7 +187,8 @@ def _step_change(reference: RunEntry, candidate: RunEntry) -> None:
     header = cells.header
     rows = [[name, *map(comparison.with_minus_signs, numbers)] for name, *numbers in cells.rows]
     verdicts = changed.rows["verdict"].head(len(rows)).to_list()
-    classes = [[*("" for _ in header[1:]), verdict] for verdict in verdicts]
+    colours = [step_verdict.colour_verdict(changed.compared, Verdict(verdict)) for verdict in verdicts]
+    classes = [[*("" for _ in header[1:]), colour.value] for colour in colours]
     right = [column in cells.numbers for column in range(len(header))]
     text = comparison.with_minus_signs(step_verdict.headline(changed.compared))
     st.markdown(widgets.plain(text[:1].upper() + text[1:]))
@@ -214,7 +215,11 @@ def _table(
             continue
         reference = regression.metric_text(metric, next(change.reference for change in changes if change))
         rows.append([comparison.label(metric), reference, *(_cell(change, reference) for change in changes)])
-        classes.append(["", "", *(change.verdict.value.replace(" ", "-") if change else "" for change in changes)])
+        colours = [
+            "" if change is None else step_verdict.colour_verdict(compared, change.verdict).value.replace(" ", "-")
+            for compared, change in zip(comparisons, changes, strict=True)
+        ]
+        classes.append(["", "", *colours])
     return [escaping.inert(name, MAX_NAME) for name in names], rows, classes
 
 

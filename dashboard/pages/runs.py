@@ -199,7 +199,7 @@ def _colour(chip: str) -> str:
 
 
 def _actions(listed: Sequence[RunEntry], selected: Sequence[RunEntry], catalog: Catalog) -> None:
-    columns = st.columns([1, 1, 1, 3])
+    columns = st.columns([1, 1, 1, 3])  # the last one is empty: buttons stay narrow in wide windows
     if columns[0].button("Open this run", type="primary", disabled=len(selected) != 1, width="stretch"):
         st.session_state.pop(_SELECTED)
         widgets.go_to(runs_table.page_of(selected[0]) or "diagnosis", run=selected[0].name)
@@ -214,7 +214,7 @@ def _actions(listed: Sequence[RunEntry], selected: Sequence[RunEntry], catalog: 
         names = [entry.name for entry in by_age]
         widgets.go_to("compare", run=names[0], compare=names[1:])
     _check_button(selected or listed, catalog, columns[2])
-    columns[3].caption(
+    st.caption(
         "Select a run by its check box to open it, or several to compare them. Runs are checked while this page is "
         "open; the findings are stored until the traces change."
     )

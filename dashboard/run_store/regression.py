@@ -22,9 +22,9 @@ from tracekit.regression.history.trends import Group, Series
 from tracekit.regression.metrics import metric_of
 from tracekit.regression.scaling import RunSize, ScalingComparison, ScalingSide
 from tracekit.regression.step_change import RunSteps, StepChange
-from tracekit.regression.thresholds import Change
+from tracekit.regression.thresholds import Change, Verdict
 
-__all__ = ["Change", "Comparison", "Group", "ScalingComparison", "Series", "StepChange"]
+__all__ = ["Change", "Comparison", "Group", "ScalingComparison", "Series", "StepChange", "Verdict"]
 CALL_TREE_KINDS = call_trees.KINDS
 STEP_KEYS = ("operator", "kernel", "module")
 """What the change of a step is explained by."""

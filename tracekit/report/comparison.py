@@ -68,7 +68,7 @@ def verdict_lines(compared: Comparison) -> list[Line]:
     if step is None or not headline:
         first = [line((compared.candidate, Emphasis.STRONG), " compared with ", (compared.reference, Emphasis.STRONG))]
     else:
-        first = [line((headline, EMPHASES[step_verdict.colour_verdict(compared, step)]))]
+        first = [line((headline, EMPHASES[step_verdict.colour_verdict(compared, step.verdict)]))]
     advice = step_verdict.advice(compared)
     texts = (
         call_changes.sentence(compared),
@@ -145,7 +145,7 @@ def cells(compared: Comparison, failing: Collection[str] = (), *, indent: int = 
         before, now = metric.text(change.reference), metric.text(change.candidate)
         verdict = step_verdict.VERDICTS[change.verdict] + (", fails" if fails else "")
         rows.append((metric.label, before, now, _change(change), _interval(change), verdict))
-        emphases.append(Emphasis.WORSE if fails else EMPHASES[change.verdict])
+        emphases.append(Emphasis.WORSE if fails else EMPHASES[step_verdict.colour_verdict(compared, change.verdict)])
     header = ("", *names, "change", f"{compared.confidence:.0%} interval", "verdict")
     return Cells(header, tuple(rows), (1, 2, 3, 4), tuple(emphases), cuts_first=False, indent=indent)
 

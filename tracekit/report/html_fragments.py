@@ -111,7 +111,7 @@ def comparison_verdict(compared: Comparison, gate: CheckResult | None) -> str:
 
 def change_status(compared: Comparison, change: Change) -> str:
     """Return the colour of a change: green only where both runs do the same work."""
-    return _VERDICT_CLASSES[step_verdict.colour_verdict(compared, change)]
+    return _VERDICT_CLASSES[step_verdict.colour_verdict(compared, change.verdict)]
 
 
 def is_conclusive(change: Change) -> bool:

@@ -63,8 +63,8 @@ def cells(changed: StepChange, top: int) -> Cells:
         rows.append(
             (name, part, change, share, before, after, _calls(row), status, step_verdict.VERDICTS[row["verdict"]])
         )
-    verdicts = changed.rows["verdict"].head(top).to_list()
-    emphases = tuple(step_verdict.EMPHASES[Verdict(verdict)] for verdict in verdicts)
+    verdicts = [Verdict(text) for text in changed.rows["verdict"].head(top)]
+    emphases = tuple(step_verdict.EMPHASES[step_verdict.colour_verdict(changed.compared, v)] for v in verdicts)
     header = (" · ".join(changed.by), *_HEADER)
     return Cells(header, tuple(rows), _NUMBERS, emphases, _DROP_ORDER, least_text=_MIN_NAME)
 

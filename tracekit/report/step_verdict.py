@@ -40,10 +40,10 @@ def headline(compared: Comparison) -> str:
     return f"The runs do different work: {sentence}" if sentence and not compared.is_same_work else sentence
 
 
-def colour_verdict(compared: Comparison, change: Change) -> Verdict:
-    """Verdict whose colour a change is shown in: that a step of other work is shorter, or as long, is no good sign."""
-    is_doubtful = not compared.is_same_work and change.verdict in (Verdict.BETTER, Verdict.SAME)
-    return Verdict.INCONCLUSIVE if is_doubtful else change.verdict
+def colour_verdict(compared: Comparison, verdict: Verdict) -> Verdict:
+    """Verdict whose colour this one is shown in: that other work takes less, or as much, is no good sign."""
+    is_doubtful = not compared.is_same_work and verdict in (Verdict.BETTER, Verdict.SAME)
+    return Verdict.INCONCLUSIVE if is_doubtful else verdict
 
 
 def _step_sentence(compared: Comparison, step: Change) -> str:
@@ -122,8 +122,8 @@ def contribution_cells(compared: Comparison) -> Cells:
         rows.append((rest.label, signed_duration(small_ns), "", "", "", ""))
     total = step_total(step)
     rows.append(("together", signed_duration(total), "", VERDICTS[step.verdict], "", ""))
-    emphases = [EMPHASES[part.verdict] for part in shown]
-    emphases += [Emphasis.FAINT] * (len(rows) - len(shown) - 1) + [EMPHASES[colour_verdict(compared, step)]]
+    emphases = [EMPHASES[colour_verdict(compared, part.verdict)] for part in shown]
+    emphases += [Emphasis.FAINT] * (len(rows) - len(shown) - 1) + [EMPHASES[colour_verdict(compared, step.verdict)]]
     header = ("", "change", f"{compared.confidence:.0%} interval", "verdict", "most of it", "")
     return Cells(header, tuple(rows), (1, 2, 5), tuple(emphases), early_drop=(2, 5, 4), cuts_first=False, emphasized=3)
 
