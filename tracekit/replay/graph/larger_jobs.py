@@ -50,8 +50,8 @@ _MIN_SIZE_SPREAD = 4.0
 _ASSUMED_HOPS = 0.5, 2.0
 """Range of an assumed latency, as factors: 5 to 20 µs between nodes."""
 _RATE_DOUBT, _HOP_DOUBT = 0.1, 0.3
-"""Shares by which bandwidth and latency of larger rings may differ: what `nccl-tests` varies by from run to run, and
-what routes with more switches add. They bound the prediction, beside the replay's error and half or double the waits.
+"""Shares by which bandwidth and latency of larger rings may differ from those that are known: assumed, more for latency,
+which grows with switches on the way. With the replay's error and half or double the waits they bound the prediction.
 """
 _LEAST_DOUBT = 0.01
 _NS = 1e9
@@ -111,7 +111,7 @@ def predict(run: Run, gpus: int, network: Network | None = None) -> Prediction:
         likely,
         name=f"{gpus} {units_of_job} instead of {recorded}",
         range_ns=(round(fast.predicted_ns * (1 - doubt)), round(slow.predicted_ns * (1 + doubt))),
-        throughput_ratio=gpus / recorded * likely.step_ns / likely.predicted_ns,
+        throughput_ratio=gpus / recorded * likely.step_ns / max(1, likely.predicted_ns),
     )
 
 
