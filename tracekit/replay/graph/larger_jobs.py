@@ -50,8 +50,9 @@ _MIN_SIZE_SPREAD = 4.0
 _ASSUMED_HOPS = 0.5, 2.0
 """Range of an assumed latency, as factors: 5 to 20 µs between nodes."""
 _RATE_DOUBT, _HOP_DOUBT = 0.1, 0.3
-"""Shares by which bandwidth and latency of larger rings may differ from those that are known: assumed, more for latency,
-which grows with switches on the way. With the replay's error and half or double the waits they bound the prediction.
+"""Shares by which bandwidth and latency of larger rings may differ from those that are known: assumed, more for
+latency, which grows with switches on the way. With the replay's error and half or double the waits they bound the
+prediction.
 """
 _LEAST_DOUBT = 0.01
 _NS = 1e9
