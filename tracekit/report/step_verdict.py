@@ -36,8 +36,14 @@ _LONGER_RATIO = 0.5
 
 def headline(compared: Comparison) -> str:
     """Return the verdict on the step time in one sentence, with the reasons; '' where no step time is compared."""
-    sentence = "" if compared.step is None else _step_sentence(compared, compared.step)
-    return f"The runs do different work: {sentence}" if sentence and not compared.is_same_work else sentence
+    step = compared.step
+    if step is None:
+        return ""
+    sentence = _step_sentence(compared, step)
+    if compared.is_same_work:
+        return sentence
+    end = "." if step.verdict is Verdict.INCONCLUSIVE else ":"
+    return f"The runs do different work{end} {sentence}"
 
 
 def colour_verdict(compared: Comparison, verdict: Verdict) -> Verdict:

@@ -19,7 +19,7 @@ from tracekit.regression.metrics import metric_of
 from tracekit.regression.samples import SAMPLE_COLUMNS, job_samples
 from tracekit.regression.significance import compare_recordings
 from tracekit.regression.thresholds import Change, Verdict, parse_limit
-from tracekit.report import baseline_json
+from tracekit.report import baseline_json, step_verdict
 from tracekit.report import comparison as report
 from tracekit.report import json as report_json
 from tracekit.report.render import markdown as render_markdown
@@ -257,6 +257,19 @@ def test_fewer_operations_are_not_better_if_the_work_differs(shapes: str, verdic
     comparison = compare(RunSamples.of(of_header("before", LARGE)), RunSamples.of(of_header("after", shapes)))
     assert {change.metric: change.verdict.value for change in comparison.changes}["flops"] == verdict
     assert [text.startswith("The work differs: 0%") for text in comparison.differences] == [True] * (shapes == SMALL)
+
+
+def test_other_work_that_takes_less_or_as_much_time_is_no_good_sign() -> None:
+    same, other = (
+        compare(RunSamples.of(of_header("before", LARGE)), RunSamples.of(of_header("after", shapes)))
+        for shapes in (LARGE, SMALL)
+    )
+    assert (same.is_same_work, other.is_same_work) == (True, False)
+    assert step_verdict.headline(other).startswith("The runs do different work")
+    assert "different work" not in step_verdict.headline(same)
+    colours = {verdict: step_verdict.colour_verdict(other, verdict) for verdict in Verdict}
+    assert [verdict for verdict in Verdict if colours[verdict] is verdict] == [Verdict.WORSE, Verdict.INCONCLUSIVE]
+    assert all(step_verdict.colour_verdict(same, verdict) is verdict for verdict in Verdict)
 
 
 def test_fewer_operations_on_the_same_shapes_are_better() -> None:
