@@ -100,6 +100,9 @@ async def no_prefetch(ask: Ask) -> None:
     assert first["rule"] == "exposed-communication"
     assert "prefetch" in first["fix"]
     saved = {row["cause"]: row["saved_ns"] for row in (await ask("what_if", run="faults/no-prefetch"))["rows"]}
+    larger = await ask("what_if", run="faults/no-prefetch", gpus=64, network_bytes_per_second=10e9)
+    low_ns, high_ns = larger["range_ns"]
+    assert low_ns < larger["predicted_ns"] < high_ns
     assert saved["communication"] == first["saving_ns"]
 
 

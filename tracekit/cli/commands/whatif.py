@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from tracekit.report.document import Document
 
 
-_MOST_GPUS = 1 << 20
-"""As many ranks as a dump or manifest may state (docs/robustness.md)."""
+_MOST_GPUS = 1 << 20  # larger_jobs.MOST_GPUS, which costs imports that --help does without
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,6 +39,8 @@ from tracekit.replay.graph.dependency_graph import COLLECTIVE, Graph, Insufficie
 from tracekit.replay.graph.strategies import Prediction
 from tracekit.sync import collective_matching
 
+MOST_GPUS = 1 << 20
+"""As many ranks as a manifest or a dump may state (docs/robustness.md)."""
 Floats: TypeAlias = npt.NDArray[np.float64] | float
 _OF_DATA = (DP, DP_REPLICATE, DP_SHARD, "dp_cp", "dp_expert", "batch", group_axes.WORLD)
 """Axes whose groups grow with the job."""

@@ -29,6 +29,7 @@ from tracekit.library import run as library
 from tracekit.library.answers import Report
 from tracekit.model import units
 from tracekit.plan import checkpoint
+from tracekit.replay.graph import larger_jobs
 from tracekit.report import document, phrases
 from tracekit.report import hang as hang_report
 from tracekit.report import memory as memory_report
@@ -193,8 +194,19 @@ class Answers:
         causes: Annotated[
             list[str] | None, Field(description="Names of causes; by default all without which steps are shorter.")
         ] = None,
+        gpus: Annotated[
+            int | None,
+            Field(ge=1, le=larger_jobs.MOST_GPUS, description="Predict the same job on so many GPUs instead."),
+        ] = None,
+        network_bytes_per_second: Annotated[
+            float | None, Field(gt=0, description="With gpus: bus bandwidth of a ring across nodes (nccl-tests).")
+        ] = None,
     ) -> Answer:
-        """Predict the step time without each cause of lost time, by replay of the recorded steps."""
+        """Predict the step time without each cause of lost time, or on more GPUs, by replay of the recorded steps."""
+        if gpus is not None:
+            network = larger_jobs.Network(bytes_per_s=network_bytes_per_second)
+            prediction = larger_jobs.predict(self._run(run), gpus, network)
+            return {"run": run, **quote_all(dataclasses.asdict(prediction), MAX_SENTENCE)}
         answer = self._run(run).what_if(*(causes or ()))
         return {"run": run, **_page(answer.to_frame(), 0, MAX_ROWS), "next": "explain(cause) says what is removed"}
 
