@@ -104,7 +104,9 @@ def run_calls(run: Run) -> pl.DataFrame:
     table = run.table(calls)
     if not (table["op"] == PAIRED).any():
         return table
-    ranks = pl.col("members").str.extract_all(r"[0-9]+").cast(pl.List(pl.Int64))
+    # Only those of pairs: the text of a large group ends with a hash, which may be beyond 63 bits.
+    pair = pl.when(_is_paired()).then("members")
+    ranks = pair.str.extract_all(r"\b[0-9]{1,18}\b").cast(pl.List(pl.Int64))
     traced = table.group_by("window").agg(pl.col("rank").unique().alias("traced"))
     recorded = pl.col("rank").n_unique().over("window", "members")
     both_traced = ranks.list.set_difference("traced").list.len() == 0

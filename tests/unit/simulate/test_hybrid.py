@@ -23,6 +23,7 @@ from tracekit.simulate import engine, faults, hybrid_program, memory
 from tracekit.simulate.hybrid_layers import Layers, Message, parts_of, transferred_elements
 from tracekit.simulate.job import Impairments, Job, laid_out, move_layers
 from tracekit.simulate.recording import Activity, Recording
+from tracekit.sync import collective_matching
 
 MB = 1e6
 
@@ -123,6 +124,17 @@ def test_the_price_of_zero2_in_a_pipeline_is_what_zero1_saves(
     assert check(tracekit.load(tmp_path / "zero1-scattered"), rules).findings == ()
     (finding,) = check(tracekit.load(tmp_path / "zero2"), rules).findings
     assert finding.cost_ns == pytest.approx(step_ns["zero2"] - step_ns["zero1-scattered"], rel=0.05)
+
+
+@pytest.mark.parametrize("gpus", [36, 40, 44])
+def test_groups_of_more_ranks_than_are_listed_by_name_are_judged_in_a_pipeline(tmp_path: Path, gpus: int) -> None:
+    """The text of such a group ends with a hash, which is beyond 63 bits for half of the groups."""
+    job = replace(pipelined(gpus, pp=2, layers=2, micro_batches=2, steps=1), ranks_written=2)
+    written(job, tmp_path)
+    run = tracekit.load(str(tmp_path), cache=False)
+    assert any("ranks from" in members for members in run.table(collective_matching.run_calls)["members"])
+    report = check(run, [rule() for rule in RULES])
+    assert report.run.table(collective_matching.run_calls)["op"].is_in(["send_recv", "send", "recv"]).any()
 
 
 def test_a_seed_gives_the_same_bytes_and_another_seed_others(tmp_path: Path) -> None:
