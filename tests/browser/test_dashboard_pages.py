@@ -157,6 +157,8 @@ def test_titles_and_files_name_the_run_and_the_page(page, server):
     assert_clean(page)
 
 
+# Which message is a page's first depends on the machine's load: on a busy one another may be cut off.
+@pytest.mark.accuracy
 def test_a_page_that_lost_its_connection_as_it_began_is_loaded_again(new_page, server):
     page, connections, messages_left = new_page, [], []
 
