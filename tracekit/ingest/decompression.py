@@ -95,6 +95,17 @@ class Blocks:
             self.broken = f"the zstd file is damaged or ends early ({error})"
 
 
+def lines(blocks: Blocks, most_bytes: int) -> Iterator[bytes]:
+    """Yield the lines of a file, which draw on its budget; of one longer than `most_bytes` the first part only."""
+    rest = b""
+    for block in blocks:
+        complete = (rest + block).split(b"\n")
+        blocks.budget.build(len(complete))
+        rest = complete.pop()[:most_bytes]
+        yield from complete
+    yield rest
+
+
 class Unpacked:
     """The decompressed content of a file, to be read from its beginning. Raises BadTraceError as `Blocks` does."""
 

@@ -1,4 +1,4 @@
-"""More GPUs: predictions from recordings of few simulated ranks, beside simulations of all ranks of the larger job."""
+"""More GPUs: predictions from recordings of few simulated ranks, compared with simulations of the larger job."""
 
 import json
 from dataclasses import replace

@@ -15,7 +15,7 @@ import msgspec
 import polars as pl
 
 from tracekit.errors import BadTraceError
-from tracekit.ingest.decompression import Blocks
+from tracekit.ingest.decompression import Blocks, lines
 from tracekit.ingest.readers.normalize import event_tables, nccl_calls, numbers
 from tracekit.ingest.readers.normalize.columns import ColumnBuilder
 from tracekit.ingest.readers.normalize.events import Args, Slice
@@ -156,9 +156,10 @@ class _Log:
         self._path, self._info = path, info
         self._calls: list[_Call] = []
         self._bad_lines = self._lost_calls = 0
-        self._broken: str | None = None
-        for line in self._lines():
+        blocks = Blocks(path)
+        for line in lines(blocks, _MAX_LINE_BYTES):
             self._add(line)
+        self._broken = blocks.broken
 
     def trace(self, rank: int, window: int) -> Trace:
         """Return the trace. Raises BadTraceError if there is no call."""
@@ -181,18 +182,6 @@ class _Log:
         read = event_tables.of_columns(builder, self._trace_header(rank, base_us))
         issues = pl.DataFrame(list(self._issues()), schema.DATA_QUALITY.schema, orient="row")
         return build_trace(read, self._path, rank=rank, window=window, further=issues)
-
-    def _lines(self) -> Iterator[bytes]:
-        """Yield the lines of the file; of one that is longer than any record the first part only."""
-        rest = b""
-        blocks = Blocks(self._path)
-        for block in blocks:
-            lines = (rest + block).split(b"\n")
-            blocks.budget.build(len(lines))
-            rest = lines.pop()[:_MAX_LINE_BYTES]
-            yield from lines
-        self._broken = blocks.broken
-        yield rest
 
     def _add(self, text: bytes) -> None:
         if not text.strip():

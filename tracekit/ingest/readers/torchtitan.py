@@ -15,7 +15,7 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.errors import BadTraceError
-from tracekit.ingest.decompression import Blocks
+from tracekit.ingest.decompression import Blocks, lines
 from tracekit.ingest.readers.normalize import event_tables, numbers
 from tracekit.ingest.readers.normalize.columns import ColumnBuilder
 from tracekit.ingest.readers.normalize.events import Event, Slice
@@ -115,9 +115,10 @@ class _Log:
         self._tokens: dict[int, float] = {}
         self._open: dict[tuple[Any, ...], list[_Record]] = {}
         self._bad_lines = self._unmatched = 0
-        self._broken: str | None = None
-        for line in self._lines():
+        blocks = Blocks(path)
+        for line in lines(blocks, _MAX_LINE_BYTES):
             self._add(line)
+        self._broken = blocks.broken
         self._unmatched += sum(map(len, self._open.values()))
 
     def trace(self, rank: int, window: int) -> Trace:
@@ -140,17 +141,6 @@ class _Log:
         issues = pl.DataFrame(list(self._issues()), schema.DATA_QUALITY.schema, orient="row")
         built = build_trace(read, self._path, rank=rank, window=window, further=issues)
         return built.replace(steps=_whole_steps(built.steps), metrics=self._metrics())
-
-    def _lines(self) -> Iterator[bytes]:
-        rest = b""
-        blocks = Blocks(self._path)
-        for block in blocks:
-            lines = (rest + block).split(b"\n")
-            blocks.budget.build(len(lines))
-            rest = lines.pop()[:_MAX_LINE_BYTES]
-            yield from lines
-        self._broken = blocks.broken
-        yield rest
 
     def _add(self, line: bytes) -> None:
         if not line.strip():
