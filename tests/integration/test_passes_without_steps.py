@@ -23,12 +23,14 @@ ITERATIONS = {
     "decoding": (6, "looks up tokens"),
     "diffusion": (8, "makes a part of its input"),
     "evaluation": (4, "a batch is loaded for each"),
+    "serving": (8, "annotation execute_context is around each"),
     "accumulation_stacks": (3, "the same modules"),
     "annotated_forwards_stacks": (4, "the same modules"),
     "decoding_stacks": (6, "the same modules"),
     "diffusion_stacks": (8, "the same modules"),
     "evaluation_stacks": (4, "the same modules"),
     "forwards_stacks": (4, "the same modules"),
+    "serving_stacks": (8, "annotation execute_context is around each"),
 }
 LAYERS = {
     "annotated_blocks": "each is a transformer_block",

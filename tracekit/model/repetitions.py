@@ -83,6 +83,8 @@ def find(tokens: Ints) -> Repetition | None:
 def find_all(tokens: Ints, marks: Sequence[Ints] = ()) -> list[Repetition]:
     """Return the passes of equally good loops, and those that begin at the ascending places of each of `marks`.
 
+    Marked passes may be of different lengths: the last one is complete if it is about as long as the shortest.
+
     >>> counts = [passes.count for passes in find_all(np.tile([1, 2, 3, 3], 6), [np.array([0, 12])])]
     >>> counts[0], counts[-1]
     (6, 2)
@@ -94,7 +96,8 @@ def find_all(tokens: Ints, marks: Sequence[Ints] = ()) -> list[Repetition]:
     good = [passes for passes in rated if passes.alike_ratio >= best - _AS_GOOD]
     beginning = [_without_other_beginning(codes, passes) for passes in good]
     refined = [_repetition(codes, _with_prefix(codes, _from_the_first(grams, p))) or p for p in beginning]
-    return [*refined, *(passes for places in marks if (passes := _repetition(codes, places)) is not None)]
+    marked = (_repetition(codes, places, is_marked=True) for places in marks)
+    return [*refined, *(passes for passes in marked if passes is not None)]
 
 
 def recurring_runs(tokens: Ints, parts: Ints, *, longest: int, max_runs: int = 1000) -> list[RecurringRun]:
@@ -195,12 +198,13 @@ def _distances(group: Ints, places: Ints, first: Ints, counts: Ints, length: int
     return typical, ratio * counts / np.maximum(counts - 1, 1)  # the last pass has no distance
 
 
-def _repetition(codes: Ints, places: Ints) -> Repetition | None:
+def _repetition(codes: Ints, places: Ints, *, is_marked: bool = False) -> Repetition | None:
     """Return the passes that begin at `places`, without an incomplete last one; None for fewer than two."""
     lengths = np.diff(places) if len(places) > 1 else np.zeros(1, np.int64)
     length, rest = int(np.median(lengths)), len(codes) - int(places[-1])
     last = rest if rest <= lengths.max() else length  # what is longer than any pass is not only a pass
-    starts, end = (places, int(places[-1]) + last) if rest >= _WHOLE * length else (places[:-1], int(places[-1]))
+    least = int(lengths.min()) if is_marked else length
+    starts, end = (places, int(places[-1]) + last) if rest >= _WHOLE * least else (places[:-1], int(places[-1]))
     if len(starts) < 2:
         return None
     names = int(codes.max()) + 1

@@ -189,12 +189,30 @@ def forwards() -> None:
             STACK(hidden)
 
 
+def serving() -> None:
+    """Eight passes of a server, each inside an annotation with its numbers: prompts in three, tokens in the others."""
+    caches: list[list[Tensor]] = [[] for _ in range(LAYERS)]
+    token = _tokens(1)
+    with torch.no_grad():
+        for number in range(8):
+            if number % 3 == 0:
+                length = 6 + number
+                with record_function(f"execute_context_1({length})_generation_0(0)"):
+                    logits = MODEL.head(nn.functional.normalize(MODEL.embedding(_tokens(length)).cumsum(1), dim=-1))
+                    caches = [[] for _ in range(LAYERS)]
+                    token = torch.multinomial(logits[:, -1].softmax(-1), 1)
+            else:
+                with record_function("execute_context_0(0)_generation_1(1)"):
+                    token = MODEL(token, caches)[:, -1:].argmax(-1)
+            token.item()
+
+
 SCENARIOS: dict[str, Callable[[], None]] = {
     scenario.__name__: scenario
     for scenario in (
         one_forward, one_forward_without_gradients, bare_blocks, annotated_forward, annotated_blocks,
         annotated_forwards, experts, shared_block, forward_backward, accumulation, decoding, evaluation, diffusion,
-        forwards,
+        forwards, serving,
     )
 }  # fmt: skip
 

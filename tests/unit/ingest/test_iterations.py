@@ -139,6 +139,57 @@ def test_iterations_are_found_in_a_recording_of_the_cpu(tmp_path):
     assert trace.activities["step"].to_list() == [step for step in range(4) for _ in range(7)]
 
 
+# Names that vLLM, SGLang and TensorRT-LLM give to the passes of their servers: with numbers of requests and tokens.
+@pytest.mark.parametrize(
+    "name",
+    [
+        "execute_context_{prompts}({tokens})_generation_{number}({number})",
+        "execute_model context_{prompts}({tokens}) generation_{number}(sq1sk{tokens})",
+        "step[{kind} bs={number} toks={tokens}]",
+        "[Executor] _forward_step {number}: {prompts} ctx reqs, 4 gen reqs",
+        "execute_model",
+    ],
+)
+def test_annotated_prompts_and_tokens_of_a_server_are_iterations(tmp_path, name):
+    recording, begins = Recording(), []
+    for number in range(9):
+        is_prompt = number % 4 == 0
+        recording.at_us += 20
+        begins.append(recording.at_us - 5)
+        prefill(recording) if is_prompt else decode(recording)
+        kind = "EXTEND" if is_prompt else "DECODE"
+        text = name.format(kind=kind, prompts=int(is_prompt), number=number, tokens=1 + 511 * is_prompt)
+        recording.events.append(slice_("user_annotation", text, begins[-1], recording.at_us - begins[-1] - 5, tid=1))
+    trace = recording.read(tmp_path)
+    assert trace.steps["step"].to_list() == list(range(9))
+    assert trace.steps["host_start_ns"].to_list()[1:] == [1000 * begin for begin in begins[1:]]
+    assert "annotation" in issue(trace)["steps_from_repetition"]
+
+
+def test_prompts_and_tokens_that_call_one_model_are_iterations(tmp_path):
+    recording = Recording()
+    for number in range(9):
+        begin = recording.at_us
+        prefill(recording) if number % 4 == 0 else decode(recording)
+        span = slice_("python_function", "nn.Module: Llama_0", begin, recording.at_us - begin - 2, tid=1)
+        layer = slice_("python_function", f"nn.Module: Layer_{number % 4}", begin + 15, 10, tid=1)
+        recording.events += [span, layer]
+    trace = recording.read(tmp_path)
+    assert trace.steps["step"].to_list() == list(range(9))
+    assert "Llama_0" in issue(trace)["steps_from_repetition"]
+
+
+def test_annotated_phases_of_passes_are_no_iterations(tmp_path):
+    recording = Recording()
+    for _ in range(4):
+        for name, kernel in (("encode", "gemm"), ("decode", "gemv")):
+            begin = recording.at_us
+            for _ in range(LAYERS):
+                recording.launch(kernel)
+            recording.events.append(slice_("user_annotation", name, begin, recording.at_us - begin - 1, tid=1))
+    assert len(recording.read(tmp_path).steps) in {1, 4}
+
+
 @pytest.mark.parametrize("mark", ["ProfilerStep#3", "Optimizer.step#SGD.step"])
 def test_marks_take_precedence_over_repetitions(tmp_path, mark):
     recording = Recording()

@@ -6,8 +6,9 @@ from dataclasses import replace
 import numpy as np
 import polars as pl
 
+from tracekit.ingest.readers.normalize import pass_evidence
 from tracekit.ingest.readers.normalize.host_slices import Host, id_column
-from tracekit.ingest.readers.normalize.pass_evidence import DECISIVE, ENOUGH, Passes, Recording
+from tracekit.ingest.readers.normalize.pass_evidence import DECISIVE, ENOUGH, MODERATE, Passes, Recording
 from tracekit.ingest.readers.normalize.steps import Steps
 from tracekit.model import repetitions
 from tracekit.model.nesting import Ints
@@ -18,6 +19,8 @@ _MIN_ALIKE_RATIO = 0.75
 steps the best repetition has 0.6 or less, on recordings of several steps 0.8 or more."""
 _MIN_ALIKE_OF_TWO = 0.9
 _MIN_ALIKE_WITHIN = 0.9
+_MARKED = ENOUGH + MODERATE
+"""Weight of the evidence where passes that differ are iterations: what marks each, and an input or a result."""
 _MIN_COVERED_RATIO = 0.5
 _MIN_NAMES = 5
 """With fewer distinct kernels a repetition is the inside of an op."""
@@ -90,7 +93,7 @@ def _marks(recording: Recording) -> Iterator[Ints]:
     host, spans = recording.host, recording.spans
     is_mark = recording.is_module[host.name_id] | host.is_kind("annotation")
     marks = spans.where(is_mark[spans.ids])
-    names = host.names.name.str.replace_all(r"[\d.]+$", "")
+    names = pass_evidence.stems(host.names.name)
     names = pl.select(pl.when(pl.Series(recording.is_module)).then(host.names.name).otherwise(names)).to_series()
     table = pl.DataFrame(
         {"name": names.gather(host.name_id[marks.ids]), "first": marks.first, "end": marks.end, "id": marks.ids}
@@ -107,12 +110,15 @@ def _marks(recording: Recording) -> Iterator[Ints]:
 def _is_loop(passes: Passes) -> bool:
     """Return whether passes are iterations of a loop, rather than layers of one model or a coincidence.
 
-    Nearly all that the recording has recurs in each pass; or what is in the passes does, and the evidence is decisive.
+    Nearly all that the recording has recurs in each pass; or what is in the passes does, and the evidence is decisive;
+    or each has an annotation, or a call of the model, as a server's prefills and decodes, which have little in common.
     """
     repetition = passes.repetition
     is_alike = repetition.alike_ratio >= (_MIN_ALIKE_RATIO if repetition.count > 2 else _MIN_ALIKE_OF_TWO)
     if is_alike:
         return passes.weight >= ENOUGH
+    if any(evidence.name in pass_evidence.IN_EACH for evidence in passes.evidence):
+        return passes.weight >= _MARKED
     return repetition.alike_within_ratio >= _MIN_ALIKE_WITHIN and passes.weight >= DECISIVE
 
 

@@ -6,6 +6,7 @@ layers by `ENOUGH`.
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +22,7 @@ from tracekit.model.nesting import Flags, Ints
 from tracekit.model.repetitions import Repetition
 
 DECISIVE, STRONG, MODERATE, WEAK = 8, 4, 2, 1
+IN_EACH = AROUND_EACH, ROOT_IN_EACH = "annotation_around_each", "root_module_in_each"
 ENOUGH = STRONG
 """One strong piece of evidence, or several weaker ones: a layer may also synchronize, and have equal parts."""
 
@@ -33,7 +35,9 @@ _FEW_PARTS = 3
 _STORED, _RETURNED = 0.3, 0.02
 """Of what a pass allocates: a layer stores a third and more for its backward pass, a cache of keys and values less."""
 
-_DIGITS = r"[\d.]+"
+_STEM = r"^(.[^\[({:=\d]*)"
+"""What names of annotations share: servers append numbers of requests and tokens, as in `step[DECODE bs=4]`,
+`execute_context_1(512)_generation_3(3)` (github.com/vllm-project/vllm, github.com/sgl-project/sglang)."""
 _PART = re.compile(r"(?i)layer|block|expert|attention|attn|mlp|stage|unit|compile|inductor|dynamo")
 """Names of spans around a part of a model. Layers that are compiled one by one share one name, as iterations do."""
 _LOOP = re.compile(r"(?i)generat|decod|serv|loop|train|epoch|sampl|denois|bench|profil|warm|steps|tokens|main|run")
@@ -205,6 +209,15 @@ class Passes:
         return single.filter(pl.col("len") >= _NEARLY_ALL * self.count)["name"].to_list()
 
 
+def stems(names: pl.Series) -> pl.Series:
+    """Names of annotations, up to the first number or bracket.
+
+    >>> stems(pl.Series(["step[DECODE bs=4]", "[Executor] _forward_step 7: 2 requests"])).to_list()
+    ['step', '[Executor] _forward_step']
+    """
+    return names.str.extract(_STEM).str.strip_chars_end(" _.#-/").fill_null(names)
+
+
 def _matches(names: pl.Series, pattern: str, without: str | None = None) -> Flags:
     """Flag the names that match a pattern and not another one."""
     matches = names.str.contains(pattern)
@@ -230,10 +243,28 @@ def _modules(passes: Passes) -> Evidence | None:
         called[which].add(name)
     if sum(map(bool, called)) < _NEARLY_ALL * passes.count:
         return None
-    shared = np.median([len(a & b) / max(len(a | b), 1) for a, b in itertools.pairwise(called)])
+    # Passes of a server alternate between a few kinds; no other layer calls the modules of a layer.
+    often = Counter(map(frozenset, called))
+    shared = np.median(
+        [1.0 if often[frozenset(b)] > 1 else len(a & b) / max(len(a | b), 1) for a, b in itertools.pairwise(called)]
+    )
     if shared >= _SAME_MODULES:
         return Evidence("same_modules", "each calls the same modules", DECISIVE)
     return Evidence("other_modules", "each calls other modules", -DECISIVE) if shared <= _OTHER_MODULES else None
+
+
+def _root_calls(passes: Passes) -> Evidence | None:
+    """One call of the same whole model in each pass: a module with no module around it."""
+    host, spans = passes.recording.host, passes.recording.spans
+    is_module = passes.recording.is_module[host.name_id]
+    around = nesting.nearest(host.parent, is_module)
+    is_root = is_module[spans.ids] & (np.append(around, -1)[host.parent[spans.ids]] < 0)
+    roots = spans.where(is_root)
+    names = host.names.name.gather(host.name_id[roots.ids])
+    for name in passes.around_each(roots, names)[-1:] if names.n_unique() == 1 else ():
+        root = name.removeprefix(conventions.MODULE_PREFIX)
+        return Evidence(ROOT_IN_EACH, f"one call of {root} is in each", STRONG)
+    return None
 
 
 def _one_call(passes: Passes) -> Evidence | None:
@@ -256,11 +287,11 @@ def _annotations(passes: Passes) -> Evidence | None:
     recording, spans = passes.recording, passes.recording.spans
     is_annotation = recording.host.is_kind("annotation") & ~recording.is_module[recording.host.name_id]
     annotations = spans.where(is_annotation[spans.ids])
-    names = recording.host.names.name.gather(recording.host.name_id[annotations.ids]).str.replace_all(_DIGITS, "")
+    names = stems(recording.host.names.name.gather(recording.host.name_id[annotations.ids]))
     for name in passes.around_each(annotations, names):
         if _PART.search(name):
             return Evidence("annotated_parts", f"each is a {name}", -STRONG)
-        return Evidence("annotation_around_each", f"an annotation {name} is around each", STRONG)
+        return Evidence(AROUND_EACH, f"an annotation {name} is around each", STRONG)
     for slice_id in annotations.ids[passes.covers_all(annotations)]:
         name = recording.name(slice_id)
         if not _LOOP.search(name):
@@ -394,6 +425,6 @@ def _number(passes: Passes) -> Evidence | None:
 
 
 _LOOKS: Iterable[Look] = (
-    _modules, _one_call, _annotations, _python_loop, _backward, _optimizer, _data_loading, _input, _result, _waits,
-    _memory, _parts, _nothing_else, _number,
+    _modules, _root_calls, _one_call, _annotations, _python_loop, _backward, _optimizer, _data_loading, _input, _result,
+    _waits, _memory, _parts, _nothing_else, _number,
 )  # fmt: skip
