@@ -195,12 +195,27 @@ def test_ranks_from_names_are_reported_as_guessed(tmp_path):
         (("host_29220.json", "host_29221.json"), (0, 1)),  # process ids
         (("2026_11_21_0.json", "2026_11_21_1.json"), (0, 1)),
         (("a.json", "b.json"), (0, 1)),
+        (("dp_rank_0_tp_rank_0.json", "dp_rank_0_tp_rank_1.json", "dp_rank_1_tp_rank_0.json"), (0, 1, 2)),
+        (("zero_pp_rank_0_mp_rank_00.json", "zero_pp_rank_1_mp_rank_00.json"), (0, 1)),
+        (("dp0_pp0_tp0_rank2.json", "dp0_pp0_tp1_rank3.json"), (2, 3)),
+        (("node0_local_rank1.json", "node1_local_rank0.json", "node1_local_rank1.json"), (0, 1, 2)),
+        (("local_rank1.json", "local_rank2.json"), (1, 2)),
+        (("tp_rank_01.json", "tp_rank_03.json"), (1, 3)),
     ],
 )
 def test_the_number_that_differs_between_names_is_the_rank(tmp_path, names, ranks):
     for i, name in enumerate(names):
         write(tmp_path / name, trace(None, start_us=100 + i))
     assert load(tmp_path).ranks == ranks
+
+
+def test_small_process_ids_of_containers_are_no_ranks(tmp_path):
+    for process_id in (41, 42):
+        content = json.loads(
+            json.dumps(trace(None, start_us=100 + process_id)).replace('"pid": 1', f'"pid": {process_id}')
+        )
+        write(tmp_path / f"trainer_{process_id}.1741234567.pt.trace.json", content)
+    assert load(tmp_path).ranks == (0, 1)
 
 
 def test_a_rank_stated_after_the_events_counts(tmp_path):

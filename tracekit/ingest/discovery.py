@@ -181,7 +181,7 @@ def _with_ranks(traces: list[TraceFile], issues: list[QualityIssue]) -> list[Tra
     """Return the traces with their ranks: by the file's header, else its name, else the order of files."""
     stated = {id(t): rank for t in traces if (rank := t.info.rank) is not None}
     silent = [t for t in traces if id(t) not in stated]
-    named_ranks = _named_ranks([t.file for t in silent])
+    named_ranks = _named_ranks(silent)
     free = iter(sorted(set(range(len(traces))) - set(stated.values()) - set(named_ranks.values())))
     of_process: dict[tuple[object, ...], int] = {}
     ranked = []
@@ -208,15 +208,19 @@ def _process(t: TraceFile) -> tuple[object, ...]:
     return () if stamp is None or t.info.process_id is None else (t.file.name[: stamp.start()], t.info.process_id)
 
 
-def _named_ranks(files: Sequence[File]) -> dict[str, int]:
-    """Return ranks by file name: the number after rank or worker, else the one number that differs between names."""
-    by_word = {f.path: rank for f in files if (rank := word_rank(f)) is not None}
-    rest = [f for f in files if f.path not in by_word]
-    numbers = {f.path: [int(n) for n in _NUMBER.findall(f.name)] for f in rest}
-    rank_limit = max(1024, 2 * len(files))  # a larger number is a process id, a port or a date
+def _named_ranks(traces: Sequence[TraceFile]) -> dict[str, int]:
+    """Return ranks by path: the number after rank or worker, else the one number that differs between names.
+
+    A number is no rank if it is the process id, as in `HOST_813.1741234567.pt.trace.json` in a container.
+    """
+    by_word = {t.file.path: rank for t in traces if (rank := word_rank(t.file)) is not None}
+    rest = [t for t in traces if t.file.path not in by_word]
+    numbers = {t.file.path: [int(n) for n in _NUMBER.findall(t.file.name)] for t in rest}
+    process_ids = [t.info.process_id for t in rest]
+    rank_limit = max(1024, 2 * len(traces))  # a larger number is a process id, a port or a date
     for place in range(min((len(n) for n in numbers.values()), default=0)):
         column = [n[place] for n in numbers.values()]
-        if len(set(column)) == len(column) and max(column) < rank_limit:
+        if len(set(column)) == len(column) and max(column) < rank_limit and column != process_ids:
             return by_word | dict(zip(numbers, column, strict=True))
     return by_word
 

@@ -12,7 +12,13 @@ from tracekit.ingest.readers.reader import Reader, TraceInfo
 from tracekit.model.environment import DEVICE
 from tracekit.model.manifest import MAX_RANKS
 
-_RANK_WORD = re.compile(r"(?:rank|worker)[-_]?(\d+)(?!\d)", re.I)
+_RANK_WORD = re.compile(
+    r"(?:(?<![a-z])(?P<axis>local|node|group|[tdpcesmvz]p|data|model|pipeline|tensor|expert|context|sequence|replica|shard)"
+    r"[-_]?)?(?:rank|worker)[-_]?(?P<number>\d+)(?!\d)",
+    re.I,
+)
+"""A rank in a name, and the axis or machine in which it is the rank, if one is named: `rank3`, `tp_rank_1`, `local_rank0`."""
+_NODE_WORD = re.compile(r"(?:node|host|machine)[-_]?\d", re.I)
 
 
 @dataclass(frozen=True)
@@ -50,9 +56,20 @@ _Key = tuple[object, ...]
 
 
 def word_rank(file: File) -> int | None:
-    """Return the number after rank or worker in the name of a file, or else of its folder."""
-    match = _RANK_WORD.search(file.name) or _RANK_WORD.search(file.folder.rpartition("/")[2])
-    return int(match[1]) if match and len(match[1]) < 8 and int(match[1]) < MAX_RANKS else None
+    """Return the number after rank or worker in the name of a file, or else of its folder.
+
+    It is not the rank where the name also has the rank of another axis, or a machine beside a local rank.
+    """
+    for name in (file.name, file.folder.rpartition("/")[2]):
+        matches = list(_RANK_WORD.finditer(name))
+        of_world = [match for match in matches if match["axis"] is None]
+        is_ambiguous = len(matches) > 1 or (matches and matches[0]["axis"] == "local" and _NODE_WORD.search(name))
+        if matches and not of_world and is_ambiguous:
+            return None
+        for match in (of_world or matches)[:1]:
+            number = match["number"]
+            return int(number) if len(number) < 8 and int(number) < MAX_RANKS else None
+    return None
 
 
 def first_paths(paths: Sequence[str]) -> str:
