@@ -17,7 +17,7 @@ _RANK_WORD = re.compile(
     r"[-_]?)?(?:rank|worker)[-_]?(?P<number>\d+)(?!\d)",
     re.I,
 )
-"""A rank in a name, with the axis or machine in which it is the rank, if stated: `rank3`, `tp_rank_1`, `local_rank0`."""
+"""A rank in a name, with the axis or machine of which it is, if stated: `rank3`, `tp_rank_1`, `local_rank0`."""
 _NODE_WORD = re.compile(r"(?:node|host|machine)[-_]?\d", re.I)
 
 
