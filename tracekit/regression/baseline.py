@@ -17,6 +17,7 @@ from tracekit.model.environment import DEVICE, versions
 from tracekit.model.manifest import Manifest
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
+from tracekit.regression import numbers
 from tracekit.regression.metric_sources import part_places
 from tracekit.regression.samples import run_samples, samples
 from tracekit.rules.rule import Finding, Report, Severity
@@ -49,6 +50,7 @@ FACTS: tuple[TraceFact, ...] = (
     step_charges.unit_samples,
     step_charges.work,
     step_charges.save_work,
+    numbers.logged_numbers,
     *WORK_FACTS,
 )
 """What a recording is made of: measured in one pass with the rules' facts, it costs next to nothing."""
@@ -57,6 +59,8 @@ MAX_RECORDINGS = 10
 UNIT_COLUMNS = {"rank": pl.Int64, **step_charges.UNIT_COLUMNS}
 
 _MOST_WORK = 60
+_MOST_NUMBERS = 20_000
+"""Values of loss, gradient norm and checksums, some 400 kB: those of the lowest ranks, for most ranks log the same."""
 _ARGUMENTS = (
     "batch", "batch_size", "micro_batch_size", "global_batch_size", "local_batch_size", "micro_batches",
     "gradient_accumulation_steps", "tokens", "seq_len", "seq_length", "sequence_length", "precision", "dtype",
@@ -102,6 +106,8 @@ class Recording:
     findings: tuple[KnownFinding, ...]
     shares: pl.DataFrame = field(default_factory=partial(pl.DataFrame, schema=WORK_COLUMNS))
     """What its steps compute, as `work_shares` has it."""
+    numbers: pl.DataFrame = field(default_factory=partial(pl.DataFrame, schema=numbers.NUMBER_COLUMNS))
+    """What it logged, as `numbers.run_numbers` has it."""
 
     @classmethod
     def of(cls, run: Run, report: Report | None = None) -> "Recording":
@@ -121,6 +127,7 @@ class Recording:
             ordered.group_by("kind", maintain_order=True).head(_MOST_WORK).select(*step_charges.WORK_COLUMNS),
             findings,
             work_shares(run),
+            numbers.run_numbers(run).sort("rank", "step", "order").head(_MOST_NUMBERS),
         )
 
     def is_same(self, other: "Recording") -> bool:

@@ -189,7 +189,7 @@ def compare_runs(
     a, b = (side if isinstance(side, RunSamples) else RunSamples.of(side) for side in (reference, candidate))
     compared = compare(a, b, allow_different=allow_different)
     if isinstance(reference, Run) and isinstance(candidate, Run):
-        compared = replace(compared, numbers=numbers.agreement(reference, candidate))
+        compared = replace(compared, numbers=numbers.agreement(*map(numbers.run_numbers, (reference, candidate))))
     step = compared.step
     chosen = None if step is None else contributions.changed_ranks(a.samples, b.samples, step)
     if not isinstance(reference, Run) or not isinstance(candidate, Run) or step is None or chosen is None:

@@ -8,12 +8,12 @@ from enum import StrEnum
 import numpy as np
 import polars as pl
 
-from tracekit.errors import ConfigError
+from tracekit.errors import ConfigError, InputError
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
 from tracekit.regression import baseline as baselines
 from tracekit.regression import budgets as budget_checks
-from tracekit.regression import root_cause, significance
+from tracekit.regression import numbers, root_cause, significance
 from tracekit.regression.baseline import Baseline, KnownFinding, Recording
 from tracekit.regression.budgets import BudgetOutcome, BudgetResult, Budgets
 from tracekit.regression.comparison import Comparison, compare_groups
@@ -29,6 +29,8 @@ from tracekit.rules.rule import Finding, Report, Severity
 MIN_WORSE_GROWTH = 0.25
 """A known finding is worse only where it costs at least this share of its cost more: costs vary with the host."""
 _VISIBLE_SHARE = 0.5
+NUMBERS = "numbers"
+"""The name under which numbers that differ fail a check."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,14 @@ class CheckResult:
     baseline: str = ""
     """The name of the baseline; empty where there is none."""
     is_strict: bool = False
+    must_numbers_agree: bool = False
+    """Whether loss or gradient norm that differ from the baseline's beyond rounding fail the check."""
+
+    @property
+    def do_numbers_differ(self) -> bool:
+        """Whether loss, gradient norm or checksums differ from the baseline's beyond rounding."""
+        numbers = self.comparison.numbers if self.comparison else None
+        return numbers is not None and numbers.first is not None
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -141,6 +151,7 @@ class CheckResult:
             *(entry.finding.id for entry in self.findings if entry.fails),
             *(change.metric for change in self.regressions),
             *(result.budget for result in self.budgets if self.fails_budget(result)),
+            *((NUMBERS,) if self.must_numbers_agree and self.do_numbers_differ else ()),
         )
 
     def fails_budget(self, result: BudgetResult) -> bool:
@@ -170,11 +181,13 @@ def judge(
     repeats: Sequence[Run] = (),
     budgets: Budgets | None = None,
     allow_different: bool = False,
+    must_numbers_agree: bool = False,
 ) -> CheckResult:
-    """Return the verdict on a report: which findings, metrics and budgets fail it.
+    """Return the verdict on a report: which findings, metrics and budgets fail it, and whether its numbers agree.
 
     `repeats` are further recordings of the same training, which make its comparison with the baseline surer. Raises
-    NotComparableError, naming the fields, where what ran is not what ran in the baseline, unless that is allowed.
+    NotComparableError, naming the fields, where what ran is not what ran in the baseline, unless that is allowed; and
+    InputError where numbers must agree, and run and baseline logged none of a common step.
     """
     budgets = budgets or Budgets()
     result = replace(
@@ -195,6 +208,13 @@ def judge(
     notes = [*([work] if work else []), *notes]
     places: tuple[PartPlaces, PartPlaces] = ({}, places_of_parts(report.run))
     comparison = compare(baseline, candidate, notes=notes, thresholds=thresholds, places=places)
+    logged = [recording.numbers for recording in baseline.recordings]
+    comparison = replace(comparison, numbers=numbers.agreement_with_any(logged, candidate[0].numbers))
+    if must_numbers_agree and comparison.numbers is None:
+        raise InputError(
+            f"{report.run.path}: it and the baseline {baseline.name} logged no loss or gradient norm of a common step: "
+            "record both with tracekit record, and save the baseline again"
+        )
     regressions = tuple(
         change
         for change in comparison.changes
@@ -222,6 +242,7 @@ def judge(
         fixed=tuple(fixed),
         causes=root_cause.causes(regressions, changes, baseline.recordings, candidate),
         baseline=f"{baseline.name} ({count} recordings)" if count > 1 else baseline.name,
+        must_numbers_agree=must_numbers_agree,
     )
 
 

@@ -1,5 +1,6 @@
 """Numbers of two trainings, loss and gradient norm: up to which step they agree, and where they first differ."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +17,7 @@ LEAST_RATIO = 1e-6
 _GROWTH = 30.0
 """A difference is no rounding if it is so many times the largest of all earlier steps. Rounding of one step is carried
 on by the weights and grows from step to step, by less than that: 2 to 5 times in our trainers with fp32 and SGD."""
+NUMBER_COLUMNS = {"step": pl.Int64, "name": pl.String, "rank": pl.Int64, "value": pl.Float64, "order": pl.Int64}
 _OTHER_TRAINING_RATIO = 0.01
 """Trainings that differ by more in their first common step have other weights or data from the start."""
 
@@ -67,12 +69,12 @@ def logged_numbers(trace: Trace) -> pl.DataFrame:
     return rows.with_columns(order=pl.int_range(pl.len()).over("step"))
 
 
-def agreement(reference: Run, candidate: Run) -> Agreement | None:
-    """How far the numbers of two trainings agree, from the first step that both logged; None where none did.
+def agreement(reference: pl.DataFrame, candidate: pl.DataFrame) -> Agreement | None:
+    """How far the `run_numbers` of two trainings agree, from the first step that both logged; None where none did.
 
     Metrics are compared by rank and step. The first step counts in which one is further apart than rounding.
     """
-    both = _numbers(reference).join(_numbers(candidate), on=["step", "name", "rank"], suffix="_after")
+    both = reference.join(candidate, on=["step", "name", "rank"], suffix="_after")
     if both.is_empty():
         return None
     before, after = (both[name].to_numpy() for name in ("value", "value_after"))
@@ -100,7 +102,20 @@ def agreement(reference: Run, candidate: Run) -> Agreement | None:
     return Agreement(by_step.height, by_step.height, rounding, tuple(names))
 
 
-def _numbers(run: Run) -> pl.DataFrame:
-    """Logged numbers by step, name and rank; of a step that was logged twice (a resumed training) the last."""
-    rows = run.table(logged_numbers).drop_nulls("value").select("step", "name", "rank", "value", "order")
+def agreement_with_any(recordings: Sequence[pl.DataFrame], candidate: pl.DataFrame) -> Agreement | None:
+    """The agreement with the recording of the same training that agrees longest; None where none logged a common step.
+
+    Recordings of one training may have other seeds.
+    """
+    agreements = (agreement(recording, candidate) for recording in recordings)
+    return max(
+        (numbers for numbers in agreements if numbers is not None),
+        key=lambda numbers: (numbers.first is None, numbers.agreed_steps),
+        default=None,
+    )
+
+
+def run_numbers(run: Run) -> pl.DataFrame:
+    """Logged numbers of a run, with NUMBER_COLUMNS; of a step that was logged twice (a resumed training) the last."""
+    rows = run.table(logged_numbers).drop_nulls("value").select(*NUMBER_COLUMNS)
     return rows.unique(["step", "name", "rank"], keep="last", maintain_order=True)

@@ -1,7 +1,7 @@
 """Baseline -> JSON (schema ``tracekit.baseline/1``, in baseline.schema.json), and back, trusting nothing in the file.
 
 To keep the file at kilobytes, samples have five digits, a unit's samples three digits relative to their largest, and
-each list of step numbers is stored once.
+each list of step numbers is stored once. Loss, gradient norm and checksums have all their digits.
 """
 
 import math
@@ -30,6 +30,7 @@ from tracekit.regression.baseline import (
     Recording,
 )
 from tracekit.regression.metrics import compared_metrics
+from tracekit.regression.numbers import NUMBER_COLUMNS
 from tracekit.regression.samples import SAMPLE_COLUMNS, job_samples
 from tracekit.report import phrases
 from tracekit.report.document import Cells, Document, Emphasis, heading, line
@@ -62,7 +63,7 @@ class _Finding(Struct):
 
 
 class _Series(Struct, omit_defaults=True):
-    metric: Annotated[str, Meta(min_length=1, max_length=100)]
+    metric: Annotated[str, Meta(min_length=1, max_length=1000)]
     ranks: list[_Count]
     steps: _Count
     values: list[list[float]]
@@ -94,6 +95,7 @@ class _Recording(Struct):
     series: list[_Series]
     units: list[_Series]
     shares: list[_Share] = []
+    numbers: list[_Series] = []
 
 
 class _Document(Struct):
@@ -184,6 +186,7 @@ def _recording(recording: Recording) -> str:
     steps: dict[tuple[int | None, ...], int] = {}
     series = [_json(item) for item in _series(recording.samples, ["metric", "window"], steps)]
     units = [_json(item) for item in _series(recording.units, ["metric", "unit"], steps)]
+    logged = [_json(item) for item in _numbers(recording.numbers, steps)]
     work = [
         _json(_Work(kind, phase, name, _round(amount)))
         for kind, phase, name, amount in recording.work.select(*step_charges.WORK_COLUMNS).iter_rows()
@@ -196,7 +199,7 @@ def _recording(recording: Recording) -> str:
         _json(_Share(kind, name, _round(share), shapes))
         for kind, name, shapes, share in recording.shares.select(*WORK_COLUMNS).iter_rows()
     ]
-    lists = {"findings": findings, "work": work, "shares": shares, "series": series, "units": units}
+    lists = {"findings": findings, "work": work, "shares": shares, "series": series, "units": units, "numbers": logged}
     fields = [f'"name":{_json(recording.name)}', f'"created_ns":{_json(recording.created_ns)}']
     fields.append(f'"steps":{_json([list(item) for item in steps])}')
     fields += [f'"{key}":[' + ",\n".join(item) + "]" for key, item in lists.items()]
@@ -215,6 +218,16 @@ def _series(table: pl.DataFrame, by: Sequence[str], steps: dict[tuple[int | None
             [_round(value) if unit is None else round(value / scale) for value in values] for values in row["value"]
         ]
         yield _Series(row["metric"], row["rank"], number, samples, unit, row.get("window", 0), scale)
+
+
+def _numbers(table: pl.DataFrame, steps: dict[tuple[int | None, ...], int]) -> Iterator[_Series]:
+    """Yield the series of loss, gradient norm and checksums, modules in the order of their calls, with all digits."""
+    finite = table.filter(pl.col("value").is_finite()).sort("order", "rank", "step")
+    by_rank = finite.group_by("name", "rank", maintain_order=True).agg("step", "value")
+    for name, listed, ranks, values in (
+        by_rank.group_by("name", "step", maintain_order=True).agg("rank", "value").iter_rows()
+    ):
+        yield _Series(name, ranks, steps.setdefault(tuple(listed), len(steps)), values)
 
 
 def _scale(values: Sequence[float]) -> int:
@@ -253,7 +266,15 @@ def _read_recording(saved: _Recording, where: str) -> Recording:
         pl.DataFrame(
             [(row.kind, row.name, row.shapes, row.share) for row in saved.shares], schema=WORK_COLUMNS, orient="row"
         ),
+        _read_numbers(saved.numbers, saved.steps, f"{where}.numbers"),
     )
+
+
+def _read_numbers(series: Sequence[_Series], steps: Sequence[list[int | None]], where: str) -> pl.DataFrame:
+    samples = _read_series(series, steps, where, is_unit=False)
+    order = {name: place for place, name in enumerate(dict.fromkeys(saved.metric for saved in series))}
+    named = samples.with_columns(order=pl.col("metric").replace_strict(order, default=0, return_dtype=pl.Int64))
+    return named.rename({"metric": "name"}).drop_nulls("step").select(*NUMBER_COLUMNS)
 
 
 def _read_series(

@@ -42,7 +42,7 @@ def document(compared: Comparison, *, with_metrics: bool = True) -> Document:
         "changes": [to_json_value(change) for change in changes],
         "notes": list(compared.notes),
         "differences": list(compared.differences),
-        "numbers": None if compared.numbers is None else _number_values(compared.numbers),
+        "numbers": number_values(compared),
     }
     sections: list[Section] = [[*verdict_lines(compared), *items(compared.differences)]]
     if compared.contributions:
@@ -98,8 +98,11 @@ def number_sentence(numbers: Agreement) -> str:
     )
 
 
-def _number_values(numbers: Agreement) -> dict[str, object]:
-    """The agreement for programs; ratios that are not finite are null."""
+def number_values(compared: Comparison) -> dict[str, object] | None:
+    """The agreement of numbers for programs; ratios that are not finite are null. None where nothing was logged."""
+    numbers = compared.numbers
+    if numbers is None:
+        return None
     values: dict[str, object] = to_json_value(dataclasses.asdict(numbers))
     return values | {"agree": numbers.first is None, "is_other_training": numbers.is_other_training}
 

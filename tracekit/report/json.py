@@ -113,6 +113,7 @@ def gate_document(gate: CheckResult) -> dict[str, Any]:
             for change in changes
         ],
         "comparison": comparison.verdict_values(gate.comparison) if gate.comparison else None,
+        "numbers": comparison.number_values(gate.comparison) if gate.comparison else None,
         "confidence": gate.comparison.confidence if gate.comparison else None,
         "causes": [
             {"name": cause.name, "message": cause.message, "metrics": list(cause.metrics)} for cause in gate.causes

@@ -12,7 +12,7 @@ from tracekit.model import schema, units
 from tracekit.model.run import Run
 from tracekit.regression.budgets import BudgetOutcome
 from tracekit.regression.comparison import Comparison
-from tracekit.regression.gate import CheckResult, FindingStatus
+from tracekit.regression.gate import NUMBERS, CheckResult, FindingStatus
 from tracekit.report import comparison, phrases, step_verdict
 from tracekit.report.document import (
     Cells,
@@ -154,6 +154,7 @@ def headline(gate: CheckResult) -> str:
         (0 if gate.baseline else len(failing), "finding", ""),
         (len(gate.regressions), "metric", f" worse{against}"),
         (sum(gate.fails_budget(item) for item in gate.budgets), "budget", " broken"),
+        (gate.failures.count(NUMBERS), "numerical difference", ""),
     ]
     if any(number for number, *_ in counts):
         return f"Failed: {', '.join(units.count(number, noun) + after for number, noun, after in counts if number)}"

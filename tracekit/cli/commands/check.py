@@ -68,6 +68,12 @@ class CheckOptions:
         list[str] | None,
         typer.Option(metavar="RUN", help="Another recording of the same training; narrows intervals. Repeatable."),
     ] = None
+    same_numbers: Annotated[
+        bool,
+        typer.Option(
+            "--same-numbers", help="Also fail if loss or gradient norm differ from the baseline's beyond rounding."
+        ),
+    ] = False
     allow_different: AllowDifferent = False
 
 
@@ -194,6 +200,8 @@ def check(
     repeats = options.repeat or []
     if repeats and len(paths) > 1:
         raise InputError("--repeat needs exactly one RUN; check the runs one after the other")
+    if options.same_numbers and options.baseline is None:
+        raise ConfigError("--same-numbers needs --baseline: a file of tracekit baseline save, or a run")
     reports.destinations()
     if history is not None:
         from tracekit.regression.history import store
@@ -263,6 +271,7 @@ def _results(
             repeats=recordings,
             budgets=settings.budget,
             allow_different=options.allow_different,
+            must_numbers_agree=options.same_numbers,
         )
         for report in reports
     ]

@@ -138,6 +138,8 @@ def _head(name: str, gate: CheckResult, *, several: bool) -> str:
     if gate.comparison is not None:
         sentence = comparison.with_minus_signs(step_verdict.headline(gate.comparison))
         parts += [f"**{escape(sentence)}**"] if sentence else []
+        numbers = gate.comparison.numbers
+        parts += [] if numbers is None else [escape(f"{comparison.number_sentence(numbers)}.")]
     parts += [f"**{escape(cause.name)}** {escape(cause.message)}" for cause in gate.causes[:_MAX_ROWS]]
     picture = (gate.comparison and before_and_now(gate.comparison)) or by_rank(gate.report.run)
     rows = [

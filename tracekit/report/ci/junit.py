@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from tracekit.model import escaping
 from tracekit.model.manifest import Manifest
 from tracekit.regression.budgets import BudgetOutcome, BudgetResult
-from tracekit.regression.gate import CheckResult, JudgedFinding
+from tracekit.regression.gate import NUMBERS, CheckResult, JudgedFinding
 from tracekit.regression.metrics import metric_of
 from tracekit.regression.thresholds import Change, Verdict
 from tracekit.report import comparison, phrases, step_verdict
@@ -45,6 +45,7 @@ def _suite(name: str, gate: CheckResult, checkout: Checkout) -> ET.Element:
     cases = [_rule(name, code, gate, checkout) for code in codes]
     cases += [_metric(name, change, gate) for change in (gate.comparison.changes if gate.comparison else ())]
     cases += [_budget(name, budget, gate) for budget in gate.budgets]
+    cases += _numbers(name, gate)
     suite.extend(cases)
     suite.set("tests", str(len(cases)))
     suite.set("failures", str(sum(case.find("failure") is not None for case in cases)))
@@ -98,6 +99,18 @@ def _budget(run: str, budget: BudgetResult, gate: CheckResult) -> ET.Element:
     else:
         _add_output(case, [budget.message])
     return case
+
+
+def _numbers(run: str, gate: CheckResult) -> list[ET.Element]:
+    numbers = gate.comparison.numbers if gate.comparison else None
+    if numbers is None:
+        return []
+    case, sentence = _case(f"{run}.numbers", NUMBERS), comparison.number_sentence(numbers)
+    if NUMBERS in gate.failures:
+        _add(case, "failure", sentence, [sentence], NUMBERS)
+    else:
+        _add_output(case, [sentence])
+    return [case]
 
 
 def _finding_text(verdict: JudgedFinding, gate: CheckResult, checkout: Checkout) -> str:

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from tracekit.model import units
 from tracekit.regression.budgets import BudgetOutcome, BudgetResult
-from tracekit.regression.gate import CheckResult, FindingStatus, JudgedFinding
+from tracekit.regression.gate import NUMBERS, CheckResult, FindingStatus, JudgedFinding
 from tracekit.regression.metrics import metric_of
 from tracekit.regression.thresholds import Change
 from tracekit.report import comparison, phrases, step_verdict
@@ -27,11 +27,12 @@ class ItemKind(StrEnum):
     FINDING = "finding"
     METRIC = "metric"
     BUDGET = "budget"
+    NUMBERS = "numbers"
 
 
 @dataclass(frozen=True, eq=False)
 class CheckItem:
-    """One item that a check shows: a finding, a metric that got worse, or a budget that is not met."""
+    """One item that a check shows: a finding, a worse metric, a budget that is not met, or numbers that differ."""
 
     kind: ItemKind
     id: str
@@ -55,6 +56,7 @@ def items(gate: CheckResult) -> tuple[CheckItem, ...]:
     """Return all items of a check, failing items first."""
     check_items = [*map(_finding, gate.findings), *(_metric(gate, change) for change in gate.regressions)]
     check_items += [_budget(gate, budget) for budget in gate.budgets if budget.outcome is not BudgetOutcome.MET]
+    check_items += _numbers(gate)
     order = list(Level)
     return tuple(sorted(check_items, key=lambda item: (not item.fails, order.index(item.level))))
 
@@ -65,6 +67,7 @@ def failure_counts(gates: Sequence[CheckResult]) -> str:
         "finding": sum(finding.fails for gate in gates for finding in gate.findings),
         "metric": sum(len(gate.regressions) for gate in gates),
         "budget": sum(gate.fails_budget(budget) for gate in gates for budget in gate.budgets),
+        "numerical difference": sum(NUMBERS in gate.failures for gate in gates),
     }
     return ", ".join(units.count(number, noun) for noun, number in counts.items() if number)
 
@@ -121,6 +124,15 @@ def _costliest_new_finding(gate: CheckResult, metric: str) -> Finding | None:
         return largest if largest and largest.cost_bytes else None
     worst = costliest(new_findings)
     return worst if worst and worst.impact else None
+
+
+def _numbers(gate: CheckResult) -> list[CheckItem]:
+    numbers = gate.comparison.numbers if gate.comparison else None
+    fails = NUMBERS in gate.failures
+    if numbers is None or numbers.first is None or (numbers.is_other_training and not fails):
+        return []
+    level = Level.ERROR if fails else Level.NOTICE
+    return [CheckItem(ItemKind.NUMBERS, NUMBERS, "numbers", f"{comparison.number_sentence(numbers)}.", level, fails)]
 
 
 def _budget(gate: CheckResult, result: BudgetResult) -> CheckItem:

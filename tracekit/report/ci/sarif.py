@@ -44,6 +44,12 @@ _EXTRA_RULES = {
         "A budget of the settings that is exceeded.",
         "Budgets stand in [tool.tracekit.budget] of pyproject.toml, or in tracekit.toml.",
     ),
+    ItemKind.NUMBERS: (
+        "NUMBERS",
+        "numbers",
+        "Loss, gradient norm or checksums that differ from the baseline's beyond rounding.",
+        "`tracekit compare` names the first step, rank and module that differ.",
+    ),
 }
 
 
