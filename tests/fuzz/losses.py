@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from tracekit.errors import TracekitError
+from tracekit.ingest import untrusted_json
 from tracekit.ingest.readers.kineto import reader
 
 LOSSY = frozenset({"truncated", "damaged_events", "repeated_events", "damaged_header"})
@@ -153,4 +154,4 @@ def _next_brace(text: str, at: int) -> int:
 def _text_of(value: object) -> str | None:
     if value is None or isinstance(value, str):
         return None if value is None else value.encode("utf-8", "replace").decode()
-    return json.dumps(value) if isinstance(value, list | dict) else str(value)
+    return untrusted_json.to_text(value) if isinstance(value, list | dict) else str(value)  # bounded in depth

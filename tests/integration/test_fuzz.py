@@ -229,6 +229,17 @@ def test_what_is_read_of_damaged_gzip_is_what_zlib_reads_or_reported(tmp_path, r
         assert losses.silent(path) == "", (at, bit)
 
 
+def test_a_category_that_is_bounded_in_depth_is_no_loss(tmp_path, real):
+    content = json.loads(real)
+    deep = []
+    for _ in range(600):
+        deep = [deep]
+    content["traceEvents"][-1]["cat"] = deep
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(content))
+    assert losses.silent(path) == ""
+
+
 def test_an_event_that_the_reader_does_not_count_is_a_silent_loss(tmp_path, real, monkeypatch):
     """GIVEN a reader that counts no metadata, WHEN it reads a whole trace, THEN the fuzzer names the events."""
     read_counted = reader.read_counted
