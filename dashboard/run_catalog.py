@@ -22,7 +22,6 @@ from dashboard.run_entry import (
     may_have_traces,
 )
 from tracekit import conventions
-from tracekit.analysis.memory.snapshot_files import PICKLES
 from tracekit.conventions import object_storage, regular_files
 from tracekit.ingest import files
 from tracekit.ingest.file_states import FileState, FileStates
@@ -304,7 +303,7 @@ def _is_other_json(folder: Path, file: FileState) -> bool:
 
 
 def _is_pickle(file: FileState) -> bool:
-    return _name_of(file).lower().endswith(PICKLES)
+    return _name_of(file).lower().endswith(conventions.PICKLE_SUFFIXES)
 
 
 def _unique_name(name: str, used_names: Mapping[str, RunEntry]) -> str:

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from tracekit import conventions
-from tracekit.analysis.memory.snapshot_files import SUFFIXES
 from tracekit.ingest import archives, readers
 from tracekit.rules.report_entry import Summary
 
@@ -55,7 +54,8 @@ def is_trace_by_name(name: str) -> bool:
 def is_snapshot(name: str) -> bool:
     """Return whether a file with this name is a memory snapshot, such as rank00000.memory.pickle or snapshot.pickle."""
     lower = name.lower()
-    return lower.endswith(SUFFIXES) and ("memory" in lower or "snapshot" in lower) and not name.startswith(".")
+    is_named = "memory" in lower or "snapshot" in lower
+    return is_named and lower.endswith(conventions.SNAPSHOT_SUFFIXES) and not name.startswith(".")
 
 
 def may_have_traces(name: str) -> bool:

@@ -17,7 +17,6 @@ from streamlit.runtime.uploaded_file_manager import UploadedFile
 from dashboard import run_catalog, widgets
 from dashboard.run_entry import RunEntry
 from tracekit import conventions
-from tracekit.analysis.memory.snapshot_files import PICKLES
 from tracekit.conventions import perfetto
 from tracekit.errors import BadTraceError, InputError
 from tracekit.ingest.decompression import Blocks
@@ -30,7 +29,7 @@ MAX_BYTES = 400 << 20
 """Limit of all files of a session."""
 MAX_UNPACKED_BYTES = 4 << 30
 """Limit of one decompressed file: a trace compresses to a tenth, a decompression bomb to a thousandth."""
-_SUFFIXES = (".json", ".sqlite", ".pfw", *PICKLES, *perfetto.SUFFIXES)
+_SUFFIXES = (".json", ".sqlite", ".pfw", *conventions.PICKLE_SUFFIXES, *perfetto.SUFFIXES)
 _PREFIX = "tracekit-upload-"
 NAME_BEGINS = "uploaded: "
 """How the name of an uploaded run begins."""
@@ -107,7 +106,7 @@ def safe_name(name: str) -> str:
     matches = [
         (stem, suffix, ending)
         for suffix, stem, dot, ending in parts
-        if dot and ending in (packed[:1] if suffix in PICKLES else packed)
+        if dot and ending in (packed[:1] if suffix in conventions.PICKLE_SUFFIXES else packed)
     ]
     if not matches:
         raise InputError(
@@ -115,7 +114,7 @@ def safe_name(name: str) -> str:
             f"{', '.join(_SUFFIXES)}, or with .gz or .zst after it"
         )
     stem, suffix, ending = matches[0]
-    if suffix in PICKLES:  # of the run's rank, if the name states one
+    if suffix in conventions.PICKLE_SUFFIXES:  # of the run's rank, if the name states one
         return f"{stem[-_MAX_NAME:].removesuffix('.memory') or 'snapshot'}{conventions.MEMORY_SNAPSHOT_SUFFIX}"
     return f"{stem[-_MAX_NAME:] or 'trace'}{suffix}{ending}"
 

@@ -164,6 +164,12 @@ def test_hta_fault_05_an_empty_folder_is_an_error(tmp_path):
         load(tmp_path)
 
 
+def test_a_folder_of_memory_snapshots_says_which_command_reads_them(tmp_path):
+    (tmp_path / "oom.pickle.gz").write_bytes(b"")
+    with pytest.raises(InputError, match=r"tracekit memory .*oom\.pickle\.gz"):
+        load(tmp_path)
+
+
 def test_hta_fault_06_a_rank_without_a_device_leaves_the_other_ranks(tmp_path):
     write(tmp_path / "rank0.json", trace(0))
     write(tmp_path / "rank1.json", trace(1, start_us=101, on_device=False))

@@ -414,11 +414,10 @@ def _fewer_launches(run: Run) -> Iterator[str]:
     """Yield what reduces the number of launches and is not in use yet."""
     if not workload.is_compiled(run):
         yield "torch.compile"
-    yield (
-        "more of the step in each CUDA graph"
-        if workload.launches_graphs(run)
-        else 'mode="reduce-overhead" (CUDA graphs)'
-    )
+    if workload.launches_graphs(run):
+        yield "more of the step in each CUDA graph"
+    elif workload.can_use_graphs(run):
+        yield 'mode="reduce-overhead" (CUDA graphs)'
     yield from (
         ["larger batches"] if workload.is_inference(run) else ["fused optimizers (fused=True)", "larger micro-batches"]
     )

@@ -194,4 +194,5 @@ def test_an_npu_is_busy_as_long_as_its_own_profiler_says():
     report = engine.check(run)
     assert "HOST003" not in {finding.code for finding in report.findings}
     assert report.findings[0].code == "HOST001"
+    assert "CUDA" not in report.findings[0].fix
     assert run.trace(0).activities["launch_id"].null_count() <= 2

@@ -10,9 +10,6 @@ from tracekit.conventions import object_storage
 from tracekit.ingest.files import RemoteTrace
 from tracekit.model.run import Run
 
-PICKLES = (".pickle", ".pkl")
-SUFFIXES = tuple(f"{pickle}{ending}" for pickle in PICKLES for ending in ("", ".gz", ".zst"))
-"""Names of snapshots end with one of these."""
 MAX_TOTAL_BYTES = 128 << 20
 """Total size of the snapshots that are read without an explicit request, for example by a rule."""
 
@@ -54,7 +51,7 @@ def in_folder(folder: Path) -> list[tuple[int, Path]]:
     Only the last snapshot of a rank counts, by the order of names: torchtitan and others write one each iteration.
     """
     names = sorted(
-        (p for s in SUFFIXES for p in (*folder.glob(f"*{s}"), *folder.glob(f"*/*{s}"))),
+        (p for s in conventions.SNAPSHOT_SUFFIXES for p in (*folder.glob(f"*{s}"), *folder.glob(f"*/*{s}"))),
         key=lambda path: [(text, int(number or 0)) for text, number in re.findall(r"(\D+)(\d*)", str(path))],
     )
     ranks: dict[int, Path] = {}

@@ -22,7 +22,7 @@ class Program(StrEnum):
     OTHER = "other"
 
 
-COLUMNS = schema.columns("host_ops training_marks compiled_kernels graph_launches torch_marks")
+COLUMNS = schema.columns("host_ops training_marks compiled_kernels graph_launches torch_marks gpu_launches")
 # Autograd nodes, optimizers, dropout that drops; and kernels of gradients, since a CUDA graph leaves only kernels.
 _TRAINING = (
     r"(?i)autograd::|backward|optimizer|bwd|dgrad|wgrad|adam|lamb_|multi_tensor|_foreach_|"
@@ -40,6 +40,8 @@ _TORCH = (
 _OF_NSIGHT = "nsight_systems_version"
 """The key of headers of Nsight Systems, which records any program; other traces are PyTorch's."""
 _GRAPH_LAUNCH = r"^(cuda|hip|cu)GraphLaunch"
+_GPU_LAUNCH = r"^(cuda|hip|cu)[A-Z]\w*Launch"
+"""Launches by the runtimes that have graphs; those of NPUs and other accelerators have names of their own."""
 
 DDP, FSDP1, FSDP2, YAFSDP = (
     strategy.name for strategy in (strategies.DDP, strategies.FSDP1, strategies.FSDP2, strategies.YAFSDP)
@@ -58,7 +60,7 @@ def marks(trace: Trace) -> pl.DataFrame:
 
     Columns COLUMNS: also how many slices and kernels are of torch.compile (compiled_kernels) or of PyTorch at all
     (torch_marks, at least 1
-    unless Nsight Systems recorded), and how many graphs were launched; one row.
+    unless Nsight Systems recorded), how many graphs were launched, and how many launches CUDA or HIP did; one row.
     """
     in_phase = int(sum(trace_columns.is_phase(trace, phase).sum() for phase in ("backward", "optimizer")))
     reduced = int((trace.collectives["op"] == "reduce_scatter").sum())
@@ -74,6 +76,7 @@ def marks(trace: Trace) -> pl.DataFrame:
         compiled,
         graphs,
         of_torch + is_of_pytorch,
+        int(trace_columns.is_named(trace, _GPU_LAUNCH).sum()),
     )
     return pl.DataFrame([row], schema=COLUMNS, orient="row")
 
@@ -86,6 +89,11 @@ def is_compiled(run: Run) -> bool:
 def launches_graphs(run: Run) -> bool:
     """Return whether a run launches CUDA or HIP graphs."""
     return bool(run.table(marks)["graph_launches"].sum())
+
+
+def can_use_graphs(run: Run) -> bool:
+    """Return whether a run launches kernels by CUDA or HIP, which have graphs."""
+    return bool(run.table(marks)["gpu_launches"].sum())
 
 
 def is_inference(run: Run) -> bool:

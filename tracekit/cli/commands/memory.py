@@ -117,9 +117,7 @@ def _of_snapshots_among_others(path: str, options: ReplayOptions, error: BadTrac
 
 def _is_snapshot(path: str) -> bool:
     """Return whether a path is a pickle, by its name or its first bytes (the opcode PROTO and 2 to 5)."""
-    from tracekit.analysis.memory import snapshot_files
-
-    if path.endswith(snapshot_files.SUFFIXES):
+    if path.endswith(conventions.SNAPSHOT_SUFFIXES):
         return not Path(path).is_dir()
     if not Path(path).is_file():
         return False

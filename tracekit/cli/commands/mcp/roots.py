@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tracekit import conventions
-from tracekit.analysis.memory import snapshot_files
 from tracekit.errors import InputError, did_you_mean
 from tracekit.ingest import archives, files, readers
 from tracekit.ingest.readers import logs
@@ -85,7 +84,7 @@ def contents(path: Path) -> list[str]:
     names += [name.lower() for name in _names(path)] if path.is_dir() else [path.name.lower()]
     kinds = {
         "traces": any(map(_is_named_trace, names)),
-        "memory snapshots": any(name.endswith(snapshot_files.SUFFIXES) for name in names),
+        "memory snapshots": any(name.endswith(conventions.SNAPSHOT_SUFFIXES) for name in names),
         "hang dumps": any(name.endswith(conventions.HANG_SUFFIX) for name in names),
     }
     # A JSON file of any other name is a trace at most where nothing else is there.
@@ -95,14 +94,14 @@ def contents(path: Path) -> list[str]:
 
 def _is_of_run(name: str) -> bool:
     """Return whether a file of this name makes its folder a run."""
-    other = (conventions.HANG_SUFFIX, *snapshot_files.SUFFIXES)
+    other = (conventions.HANG_SUFFIX, *conventions.SNAPSHOT_SUFFIXES)
     return name == conventions.MANIFEST_FILE or name.lower().endswith(other) or _is_named_trace(name)
 
 
 def _is_named_trace(name: str) -> bool:
     """Return whether a file is a trace by its name: a JSON file may be anything, unless its name says."""
     lower = name.lower()
-    other = (conventions.TRUTH_FILE, conventions.MANIFEST_FILE, conventions.HANG_SUFFIX, *snapshot_files.SUFFIXES)
+    other = (conventions.TRUTH_FILE, conventions.MANIFEST_FILE, conventions.HANG_SUFFIX, *conventions.SNAPSHOT_SUFFIXES)
     is_named = "trace" in lower or "rank" in lower or not lower.endswith(".json")
     return readers.may_have_traces(lower) and is_named and not lower.endswith(other)
 
