@@ -56,12 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             visitor.open()
         print("| round | visits | failed | longest | objects | sessions | uploads | folders | RSS |")
         print("|---|--:|--:|--:|--:|--:|--:|--:|--:|")
-        _print_row("before", [], 0.0, server.retained())
+        _print_row("before", [], 0.0, server.retained_resources())
         for number in range(options.rounds):
             outcomes, longest_s = _round(server.port, options.run, number, options.visitors)
             failures += filter(None, outcomes)
             time.sleep(options.quiet)
-            _print_row(str(number + 1), outcomes, longest_s, server.retained())
+            _print_row(str(number + 1), outcomes, longest_s, server.retained_resources())
     for reason, count in Counter(failures).most_common():
         print(f"{count} visits: {reason}", file=sys.stderr)
     return int(bool(failures))
@@ -181,7 +181,7 @@ class Server:
     port: int
     answers: Path
 
-    def retained(self) -> Retained:
+    def retained_resources(self) -> Retained:
         """What the server holds now. Raises TimeoutError if it does not answer."""
         before = set(self.answers.iterdir())
         os.kill(self.process_id, signal.SIGUSR1)

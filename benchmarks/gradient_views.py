@@ -35,7 +35,7 @@ class Layers:
             values = values @ weight.t()
         self.loss = values.sum()
 
-    def copied(self) -> None:
+    def copy_gradients(self) -> None:
         """Copy each gradient as soon as autograd has it, as the engine does."""
         handles = [
             weight.register_post_accumulate_grad_hook(self._copy_to(place))
@@ -45,7 +45,7 @@ class Layers:
         for handle in handles:
             handle.remove()
 
-    def viewed(self) -> None:
+    def accumulate_into_views(self) -> None:
         """Let autograd add to views of a zeroed buffer."""
         self.buffer.zero_()
         for weight, place in zip(self.weights, self.buffer, strict=True):
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _medians(layers: Layers, rounds: int, *, can_view: bool) -> tuple[float, float | None]:
     """Median CPU time of a backward pass of both ways, in s; None for views of another dtype than the weights'."""
     taken: dict[str, list[float]] = {"copied": [], "viewed": []}
-    ways = {"copied": layers.copied, **({"viewed": layers.viewed} if can_view else {})}
+    ways = {"copied": layers.copy_gradients, **({"viewed": layers.accumulate_into_views} if can_view else {})}
     for _ in range(rounds + 1):
         buffers = []
         for name, run in ways.items():

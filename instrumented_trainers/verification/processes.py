@@ -12,22 +12,21 @@ from dataclasses import asdict
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from instrumented_trainers.verification.case import Case
 from tracekit.conventions import python_child
 
-if TYPE_CHECKING:
-    from instrumented_trainers.verification.rank import Case
-
-_IMPORTED = "instrumented_trainers.verification.rank"
+# By the process from which ranks are forked. The first step of an optimizer imports torch's compiler, 0.6 s a rank.
+_IMPORTED = ("instrumented_trainers.verification.rank", "torch._dynamo")
 _GRACE_S = 5.0  # how long the other ranks have to end by themselves once one has failed
 _ALARM_S = 60  # how much longer than its time limit a rank can live at most
 
 
-def answers(case: "Case") -> list[dict[str, Any]]:
+def answers(case: Case) -> list[dict[str, Any]]:
     """What each rank of a case answered, in order; one that did not has `error` alone."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([_IMPORTED])  # torch is imported once, not by each rank
+    context.set_forkserver_preload(list(_IMPORTED))
     ranks = [context.Process(target=_serve, args=(case, rank), daemon=True) for rank in range(case.ranks)]
     with python_child.safe_path():
         for process in ranks:
@@ -40,7 +39,7 @@ def answers(case: "Case") -> list[dict[str, Any]]:
     return [_answer(case, rank, code, is_late=is_late) for rank, code in enumerate(codes)]
 
 
-def _serve(case: "Case", rank: int) -> None:
+def _serve(case: Case, rank: int) -> None:
     from instrumented_trainers.launch import leave
     from instrumented_trainers.verification import rank as rank_work
 
@@ -74,11 +73,11 @@ def _end(ranks: Sequence[BaseProcess]) -> None:
             process.join()
 
 
-def _path(case: "Case", rank: int) -> Path:
+def _path(case: Case, rank: int) -> Path:
     return Path(case.folder) / f"{case.name}-{rank}.json"
 
 
-def _answer(case: "Case", rank: int, code: int | None, *, is_late: bool) -> dict[str, Any]:
+def _answer(case: Case, rank: int, code: int | None, *, is_late: bool) -> dict[str, Any]:
     path = _path(case, rank)
     if path.exists():
         loaded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

@@ -18,39 +18,23 @@ from torch.optim import Optimizer
 from instrumented_trainers.parallelism.yafsdp import WholeTensorOptimizer, YaFSDPModule
 from instrumented_trainers.parallelism.yafsdp.optimizer_support import refuse_whole_tensor_optimizer
 from instrumented_trainers.verification import recording, strategies, user_training
+from instrumented_trainers.verification.case import (
+    BUFFER,
+    FP64,
+    GRADIENT,
+    INITIAL,
+    LOSS,
+    ONE_PROCESS,
+    OUTPUT,
+    WEIGHT,
+    Case,
+)
 from instrumented_trainers.verification.difference import Tolerance, difference, is_scale, tolerance
-from instrumented_trainers.verification.recording import BUFFER, GRADIENT, INITIAL, LOSS, OUTPUT, WEIGHT
 from instrumented_trainers.verification.user_training import UnusableTrainingError, UserTraining
 
-FP64, NATIVE = "fp64", "native"
-ONE_PROCESS = "one process"
 _MOST_DIFFERENCES = 100
 _MOST_CHARACTERS = 600
 _NOT_OF_THE_USER = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<frozen")
-
-
-@dataclass(frozen=True)
-class Case:
-    """One way to train: under a strategy (or in one process, whose steps are the reference), in a precision."""
-
-    target: str
-    strategy: str
-    precision: str
-    ranks: int
-    parts: int
-    """Among how many ranks batches are divided: in one process, those of the strategies."""
-    steps: int
-    folder: str
-    timeout_s: float
-
-    @property
-    def name(self) -> str:
-        """Name of the case, which is also that of its files."""
-        return f"{self.strategy}-{self.precision}".replace(" ", "-")
-
-    def reference(self, step: int) -> Path:
-        """File of what one process computed in a step; step -1 is the state before the first one."""
-        return Path(self.folder) / f"reference-{self.precision}-{step}.pt"
 
 
 @dataclass

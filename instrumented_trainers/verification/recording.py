@@ -10,9 +10,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-INITIAL, OUTPUT, LOSS, GRADIENT, WEIGHT, BUFFER = "initial weight", "output", "loss", "gradient", "weight", "buffer"
-QUANTITIES = (INITIAL, OUTPUT, LOSS, GRADIENT, WEIGHT, BUFFER)
-"""In the order in which a step computes them."""
 _MOST_OUTPUT_BYTES = 1 << 29
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from instrumented_trainers.verification import processes
-from instrumented_trainers.verification.rank import FP64, NATIVE, ONE_PROCESS, Case
-from instrumented_trainers.verification.recording import QUANTITIES
+from instrumented_trainers.verification.case import FP64, NATIVE, ONE_PROCESS, QUANTITIES, Case
 
 SCHEMA = "tracekit.verify-training/1"
 

@@ -74,6 +74,7 @@ def test_names_from_a_trace_run_nothing_and_fetch_nothing(page, server):
     assert_clean(page)
 
 
+@pytest.mark.accuracy  # test_other_visitors tries such addresses without a browser
 @pytest.mark.parametrize("requested", ["../../../../etc/passwd\0", recorded.GOOD + "/../truncated"])
 def test_an_address_can_only_name_a_listed_run(page, server, requested):
     _open(page, server, requested)

@@ -158,6 +158,7 @@ def _upload(page, *paths):
     chooser.set_input_files([str(path) for path in paths])
 
 
+@pytest.mark.accuracy  # test_other_visitors does the same without files
 def test_an_uploaded_trace_is_visible_to_one_person_and_removed_with_the_page(
     context, other_context, server, uploaded, tmp_path
 ):

@@ -57,6 +57,7 @@ def own_server(recordings, tmp_path_factory):
         yield started
 
 
+@pytest.mark.accuracy  # unit/dashboard/test_first_opening shows progress
 def test_a_run_that_opens_for_the_first_time_shows_its_progress_and_can_be_left(new_page, own_server):
     page = new_page
     page.add_init_script(RECORD_PROGRESS)

@@ -236,6 +236,7 @@ def test_no_session_clears_the_caches_and_uploads_of_others(server):
         other.send(clear_cache=True)
         assert other.open(run="good").title == "good"
         assert uploaded
+        assert [path for path in uploaded if path.parent.stat().st_mode & 0o077] == []  # for this user alone
         assert uploaded <= set(server.temporary.glob("*/rank0.json.gz"))
 
 

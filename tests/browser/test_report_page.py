@@ -59,12 +59,17 @@ def test_names_from_the_trace_run_nothing_and_read_as_they_are(page, pages):
 @pytest.mark.parametrize(
     ("trace", "mark"),
     [
-        (go.Bar(x=[1], y=["a"], orientation="h"), ".barlayer .point"),
-        (go.Scatter(x=[1, 2], y=[1, 2], mode="lines+markers"), ".scatterlayer .point"),
-        (go.Heatmap(z=[[1, 2]]), ".heatmaplayer image"),
-        (go.Icicle(labels=["a", "b"], parents=["", "a"], values=[2, 1]), ".iciclelayer .slice"),
+        pytest.param(go.Bar(x=[1], y=["a"], orientation="h"), ".barlayer .point", marks=pytest.mark.accuracy, id="bar"),
+        pytest.param(
+            *(go.Scatter(x=[1, 2], y=[1, 2], mode="lines+markers"), ".scatterlayer .point"),
+            marks=pytest.mark.accuracy,
+            id="scatter",
+        ),
+        pytest.param(go.Heatmap(z=[[1, 2]]), ".heatmaplayer image", marks=pytest.mark.accuracy, id="heatmap"),
+        pytest.param(
+            go.Icicle(labels=["a", "b"], parents=["", "a"], values=[2, 1]), ".iciclelayer .slice", id="icicle"
+        ),
     ],
-    ids=lambda value: getattr(value, "type", None),
 )
 def test_a_figure_is_drawn_by_the_part_of_plotly_that_its_page_has(page, tmp_path, trace, mark):
     file = tmp_path / "figure.html"

@@ -69,6 +69,7 @@ def test_the_pipeline_is_valid() -> None:
     Draft7Validator(get_builtin_schema("vendor.gitlab-ci")).validate(yaml.safe_load(YAML[".gitlab-ci.yml"]))
 
 
+@pytest.mark.accuracy  # unit/docs/test_docs has their options, test_ci_action the Action
 def test_commands_of_the_recipes_run_on_a_recorded_run(tmp_path: Path) -> None:
     clone = doc_snippets.repository(tmp_path)
     doc_snippets.write(doc_snippets.files(changed=True), clone)

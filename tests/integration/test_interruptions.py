@@ -47,6 +47,7 @@ def test_two_recordings_into_one_folder_that_are_killed_lose_nothing() -> None:
     assert done.problem is None, done
 
 
+@pytest.mark.accuracy  # unit tests of both have several writers
 def test_two_processes_share_a_history_and_a_cache() -> None:
     with together.place() as where:
         assert [once(where, seed) for once in together.ROUNDS.values() for seed in (1,)] == [None] * 2

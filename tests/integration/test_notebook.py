@@ -25,6 +25,7 @@ def _shown(cells):
             yield "".join(cell["source"]), outputs
 
 
+@pytest.mark.accuracy  # test_python_of_guides runs the guide's cells
 def test_each_cell_of_the_example_shows_the_same_kind_of_output_as_stored():
     pytest.importorskip("nbclient", reason="needs the extra [dev]")
     pytest.importorskip("ipykernel", reason="needs the extra [dev]")

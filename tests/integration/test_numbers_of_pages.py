@@ -13,7 +13,7 @@ from tests.support.selection import others_in_accuracy
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
 RUNS = sorted(str(path.parent.relative_to(SAMPLES)) for path in SAMPLES.rglob("run.json"))
-EVERYDAY = ("demo-fsdp2", "gpu/slow-rank", "parallelism/pipeline-slow-stage")
+EVERYDAY = ("gpu/slow-rank",)
 WHOLE_PAGE = {"diagnosis": {"savings": "True", "trust": "True"}, "timeline": {"path": "True"}}
 """Parameters that open the parts of a page that are shown on request."""
 

@@ -34,16 +34,7 @@ from tracekit.rules.rule import Severity, cost_order, is_data_quality
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
 RUNS = sorted(str(path.parent.relative_to(SAMPLES)) for path in SAMPLES.rglob("run.json"))
 # One of each kind: strategies; faults of one rank, the host, the disk and memory; pipelines, experts, GPUs.
-EVERYDAY = {
-    "demo-fsdp2",
-    "faults/slow-rank",
-    "faults/dataloader",
-    "faults/slow-disk",
-    "faults/churn",
-    "parallelism/pipeline-1f1b",
-    "parallelism/moe-ep2",
-    "gpu/slow-rank",
-}
+EVERYDAY = {"faults/slow-rank", "faults/slow-disk", "faults/churn", "parallelism/pipeline-1f1b", "gpu/slow-rank"}
 SELECTED = others_in_accuracy(RUNS, EVERYDAY)
 SHARED = SAMPLES.parent.parent / "shared" / "traces"
 PUBLIC = [

@@ -272,6 +272,7 @@ def test_ranks_that_the_test_starts_are_recorded_where_it_says_so(tmp_path):
     assert not list(folder.glob("pytest-traces-*"))  # what passed leaves nothing
 
 
+@pytest.mark.accuracy  # the same budgets are broken above
 def test_the_example_of_the_guide_says_what_the_guide_says(tmp_path):
     guide = (ROOT / "docs" / "pytest.md").read_text(encoding="utf-8")
     example = guide.partition("```python\n")[2].partition("```")[0]

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.python_path import PYTHON_PATH, REPOSITORY
 
 # What torch 2.13 now and then dies of when a process ends that saved by gloo, without our recorder as well as with it
@@ -15,6 +17,7 @@ TORCH_DIED_AT_EXIT = "terminate called without an active exception"
 TRIES = 4
 
 
+@pytest.mark.accuracy  # test_record records trainings of other scripts under torchrun
 def test_the_example_in_the_guide_records_a_run(tmp_path: Path) -> None:
     guide = (REPOSITORY / "docs" / "record.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)

@@ -479,7 +479,11 @@ def test_headers_are_read_concurrently(s3: Server, tmp_path: Path) -> None:
 # Web servers ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"has_ranges": False, "has_etags": False}], ids=["etags", "plain"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"has_ranges": False, "has_etags": False}, marks=pytest.mark.accuracy)],
+    ids=["etags", "plain"],
+)
 def test_a_run_on_a_web_server_is_the_local_run(
     tmp_path: Path, near: str, options: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:

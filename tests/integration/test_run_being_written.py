@@ -8,6 +8,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.integration.recorded import command, finish, launched, start, wait_until
 from tests.support import object_stores
 from tests.support.cli_runner import tracekit
@@ -22,6 +24,7 @@ STOPS = (f"{SLOW}:16", f"{KILLED}:28")
 """Before which optimizer step, from 1, a rank stops: in the middle of window 1, and at the end of window 2."""
 
 
+@pytest.mark.accuracy  # browser/test_live_run follows a run, test_record_to_url has a killed rank
 def test_what_is_there_is_judged_and_what_is_missing_is_said(tmp_path: Path) -> None:
     training = launched(RANKS, "plain_ddp.py", "--steps", "40", "--save-at", "0", "--stop", *STOPS)
     record = command(*STEPS, "--out", URL, "--scratch", str(tmp_path / "local"), "--", *training)

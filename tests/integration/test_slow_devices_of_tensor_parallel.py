@@ -6,14 +6,16 @@ from pathlib import Path
 import pytest
 
 from benchmarks import injected_faults, perturbation_graph, perturbed
-from tests.support.selection import others_in_accuracy
 from tracekit.rules.rule import Severity
 
 FOLDER = Path(__file__).parents[3] / "shared" / "traces" / "megatron_tp8_a100_8ranks"
 HOST_SPEED = 5
 """The recorded hosts launch too slowly for anything else to matter."""
 
-pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="the public traces are not here")
+pytestmark = [
+    pytest.mark.skipif(not FOLDER.is_dir(), reason="the public traces are not here"),
+    pytest.mark.accuracy,  # unit/rules/test_one_fault has a recorded slow rank and its price
+]
 
 
 @pytest.fixture(scope="module")
@@ -29,15 +31,12 @@ def control(recordings, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("fault", "code"),
-    others_in_accuracy(
-        [
-            (injected_faults.slow_rank, "RANK001"),
-            (injected_faults.uneven_work, "RANK003"),
-            (injected_faults.slow_collectives, "COMM001"),
-            (injected_faults.background_save, "STEP003"),
-        ],
-        [(injected_faults.slow_rank, "RANK001")],
-    ),
+    [
+        (injected_faults.slow_rank, "RANK001"),
+        (injected_faults.uneven_work, "RANK003"),
+        (injected_faults.slow_collectives, "COMM001"),
+        (injected_faults.background_save, "STEP003"),
+    ],
 )
 def test_a_fault_is_one_warning_at_its_price(recordings, control, tmp_path, fault, code):
     job = perturbation_graph.load(recordings.glob("*.json.gz"))

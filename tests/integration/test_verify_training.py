@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from instrumented_trainers.verification import processes
+from instrumented_trainers.verification.case import NATIVE, ONE_PROCESS, Case
 from instrumented_trainers.verification.difference import difference, is_scale
-from instrumented_trainers.verification.rank import NATIVE, ONE_PROCESS, Case
 from instrumented_trainers.verification.run import Settings, verify
 from tests.support import cli_runner
 from tracekit.errors import InputError

@@ -7,21 +7,28 @@ import pytest
 
 from tests.integration import yafsdp_recipes
 from tests.integration.yafsdp_recipes import EXACT, REFUSED
-from tests.support import process_group
-from tests.support.selection import others_in_accuracy
+from tests.support.selection import OutcomesOnDemand, others_in_accuracy
 
 TOLERANCE = 1e-11  # a norm of norms is rounded otherwise than one norm
+EVERYDAY = set(EXACT) - {
+    # Their functions of weights and gradients are those of "penalty on norms", "largest" and "spectral norms".
+    *("watched", "near the first weights", "penalty on means", "penalty on absolute values", "penalty on third norms"),
+    *("norms of gradients", "clipped by hand", "penalty on logarithms"),
+    # They write weights as "weights swapped" and "averaged by torch" do.
+    *("averaged by hand", "lookahead", "sharpness-aware", "on a sphere", "a schedule made late"),
+    # They step element by element, as Adam, fused AdamW, Rprop and Lion do.
+    *(f"optimizer {name}" for name in ("SGD", "AdamW, foreach", "AdamW, one by one", "Adagrad", "Adadelta", "Adamax")),
+    *(f"optimizer {name}" for name in ("ASGD", "NAdam", "RAdam", "RMSprop")),
+}
 
 
 @functools.cache
-def outcomes(world_size: int) -> dict[str, process_group.Outcome]:
-    names = (*EXACT, *REFUSED)
-    return process_group.run_cases(
-        world_size, {name: functools.partial(yafsdp_recipes.outcome, name) for name in names}
-    )
+def outcomes(world_size: int) -> OutcomesOnDemand:
+    cases = {name: functools.partial(yafsdp_recipes.outcome, name) for name in (*EXACT, *REFUSED)}
+    return OutcomesOnDemand(world_size, cases, {*EVERYDAY, *REFUSED})
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", others_in_accuracy(EXACT, EVERYDAY))
 @pytest.mark.parametrize("world_size", others_in_accuracy([2, 3], [3]))
 def test_trains_as_one_process_does(world_size: int, name: str) -> None:
     for difference in outcomes(world_size)[name].results():

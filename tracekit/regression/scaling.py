@@ -357,7 +357,7 @@ def _differences(sides: Sequence[ScalingSide], *, allow_different: bool) -> list
             if a.get(field) == b.get(field) or any(_is_of(field, size) for size in _SIZES):
                 continue
             is_refused = field in a and field in b and any(_is_of(field, part) for part in _MUST_AGREE)
-            (refused if is_refused else notes).append(_stated(field, first, other))
+            (refused if is_refused else notes).append(_field_difference(field, first, other))
     if refused and not allow_different:
         raise NotComparableError(f"{'; '.join(refused)}; pass --allow-different to compare anyway")
     return refused + notes
@@ -370,7 +370,7 @@ def _model_differences(sides: Sequence[ScalingSide]) -> list[str]:
     for other in others:
         a, b = first.fingerprint, other.fingerprint
         if all(any(_is_of(field, "model") for field in fields) for fields in (a, b)):
-            differences += [_stated(field, first, other) for field in baseline.differing_model_fields(a, b)]
+            differences += [_field_difference(field, first, other) for field in baseline.differing_model_fields(a, b)]
         elif operators := baseline.work_difference(first.operator_calls, other.operator_calls):
             differences.append(f"{first.name}, {other.name}: {operators}")
         elif differing := _differing_operations(first, other):
@@ -391,7 +391,7 @@ def _differing_operations(first: ScalingSide, other: ScalingSide) -> str:
     return f"FLOP per token differ: {a} in {first.name}, {b} in {other.name}"
 
 
-def _stated(field: str, first: ScalingSide, other: ScalingSide) -> str:
+def _field_difference(field: str, first: ScalingSide, other: ScalingSide) -> str:
     """What two runs state of a field that differs."""
     values = [f"{baseline.shown(side.fingerprint, field)} in {side.name}" for side in (first, other)]
     return f"{field} differs: {', '.join(values)}"

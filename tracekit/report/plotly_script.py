@@ -53,12 +53,12 @@ def script(kinds: frozenset[str]) -> str:
     """Plotly's script for these kinds of traces; the whole script where its layout or a kind is not known."""
     plotly: str = get_plotlyjs()
     try:
-        return reduced(plotly, kinds - _BUILT_IN)
+        return script_of_kinds(plotly, kinds - _BUILT_IN)
     except LayoutError:
         return plotly
 
 
-def reduced(plotly: str, kinds: frozenset[str]) -> str:
+def script_of_kinds(plotly: str, kinds: frozenset[str]) -> str:
     """Plotly's script without the definitions that only other kinds of traces need. Raises LayoutError."""
     begin, end, statements = _statements(plotly)
     names = _defined_names(statements)

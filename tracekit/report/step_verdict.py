@@ -251,10 +251,10 @@ def _known(compared: Comparison, step: Change) -> str:
             sum(bounds) / compared.fastest_ns[0]
             for bounds in zip(*((part.low_ns or 0, part.high_ns or 0) for part in compared.contributions), strict=True)
         )
-        return f"without other programs {escaping.inert(compared.candidate, _MAX_NAME)} is {_between(low, high)}"
+        return f"without other programs {escaping.inert(compared.candidate, _MAX_NAME)} is {_speed_range(low, high)}"
     if step.low is None or step.high is None:
         return f"with {step.reference_samples} and {step.candidate_samples} steps no interval is known"
-    return f"{escaping.inert(compared.candidate, _MAX_NAME)} is {_between(step.low, step.high)}"
+    return f"{escaping.inert(compared.candidate, _MAX_NAME)} is {_speed_range(step.low, step.high)}"
 
 
 def _row(part: Contribution) -> tuple[str, ...]:
@@ -296,7 +296,7 @@ def _bounds(step: Change) -> str:
     return f"at least {_speed(step.low if step.low > 0 else step.high)}"
 
 
-def _between(low: float, high: float) -> str:
+def _speed_range(low: float, high: float) -> str:
     """Return what is known of a change that is not decided: "between 1.4% faster and 12% slower"."""
     return f"between {_speed(low)} {_comparative(low)} and {_speed(high)} {_comparative(high)}"
 

@@ -125,7 +125,7 @@ class LateLaunch(Rule):
             Severity.WARNING if is_certain and not is_pause and not cold_ns else Severity.INFO,
             f"The {quoted_step.noun(loss.row)} is launch-bound: compute is idle {loss} because no kernel "
             f"has been launched. During {units.duration(longest['dur_ns'])} of that, the host is "
-            f"{activity}.{pause}{cold}{_line(loss.rows(late)) or _between(loss.rows(late))}",
+            f"{activity}.{pause}{cold}{_line(loss.rows(late)) or _surrounding_ops(loss.rows(late))}",
             _LATER_STEPS if cold_ns else advice.suited_to(run).format(", ".join(_fewer_launches(run))),
             confidence=0.8 if on_device else 0.6,
             evidence=_evidence(loss, late),
@@ -444,7 +444,7 @@ def _line(rows: pl.DataFrame) -> str:
     return f" {units.duration(sums['dur_ns'][0])} of it is at {sums['stack'][0]}." if sums.height else ""
 
 
-def _between(rows: pl.DataFrame) -> str:
+def _surrounding_ops(rows: pl.DataFrame) -> str:
     """Sentence on the ops of a CPU run around most of the time of host gaps; "" where none ran before."""
     sums = rows.drop_nulls(["after", "name"]).group_by("after", "name", "unit").agg(pl.col("dur_ns").sum())
     if sums.is_empty():

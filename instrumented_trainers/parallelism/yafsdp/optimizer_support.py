@@ -277,10 +277,11 @@ def _train(
     parameters = [nn.Parameter(value.clone()) for value in values]
     torch.default_generator.manual_seed(0)  # torch.manual_seed would seed the devices' generators, too, for good
     optimizer = kind(parameters, **options)
+    closure = ((lambda: 0.0),) if _needs_closure(type(optimizer)) else ()
     for step_gradients in zip(*gradients, strict=True):
         for parameter, gradient in zip(parameters, step_gradients, strict=True):
             parameter.grad = gradient.clone()
-        optimizer.step(*((lambda: 0.0),) if _needs_closure(type(optimizer)) else ())
+        optimizer.step(*closure)
     return [parameter.detach() for parameter in parameters]
 
 

@@ -35,7 +35,7 @@ SHARED_FOLDERS = (
     "tracelens_h100_memory_stacks",
     "tracelens_mi300_resnet_ddp",
 )
-EVERYDAY = [SAMPLES / "faults" / "slow-rank", SAMPLES / "faults" / "late-launch", SHARED / "nanogpt_h100_8ranks"]
+EVERYDAY = [SAMPLES / "faults" / "slow-rank", SAMPLES / "faults" / "late-launch"]
 
 
 @pytest.mark.parametrize(

@@ -100,11 +100,11 @@ def test_the_latest_of_more_ranks_is_later() -> None:
         assert larger_jobs._mean_of_latest(late_ns, ranks) == pytest.approx(largest, rel=0.02)
 
 
-def test_the_command_states_step_range_and_throughput(two_nodes) -> None:
-    _, run = two_nodes
-    shown = command("whatif", run.path, "--gpus", "64", "--format", "json", "--no-cache")
+def test_the_command_states_step_range_and_throughput(tmp_path: Path) -> None:
+    run = recorded(pipelined(4, pp=2, steps=1), tmp_path)
+    shown = command("whatif", run.path, "--gpus", "8", "--format", "json", "--no-cache")
     (prediction,) = json.loads(shown.stdout)["predictions"]
-    direct = larger_jobs.predict(run, 64, Network())
+    direct = larger_jobs.predict(run, 8, Network())
     assert prediction["predicted_ns"] == direct.predicted_ns
     assert prediction["range_ns"] == list(direct.range_ns)
     assert prediction["throughput_ratio"] == pytest.approx(direct.throughput_ratio)

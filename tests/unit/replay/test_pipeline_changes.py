@@ -79,6 +79,7 @@ def test_balanced_stages_have_equal_numbers_of_equal_layers(job: Job, run: Run) 
     assert found.saved_ratio > 0.1
 
 
+@pytest.mark.accuracy  # test_hybrid judges such a host
 def test_a_host_that_reads_each_result_delays_every_action_of_another_pipeline(tmp_path: Path) -> None:
     # The read takes as long with twice the micro-batches, and there are twice as many.
     healthy = replace(pipelined(4, pp=4, layers=8, micro_batches=8), seq=1024, batch=2)
@@ -209,11 +210,13 @@ def test_a_run_without_a_pipeline_is_refused(tmp_path: Path, wording: Wording) -
         pipeline_changes.predict(tracekit.load(str(tmp_path), cache=False), PipelineChange(schedule="gpipe"))
 
 
+@pytest.mark.accuracy  # links of a whole axis are predicted every day
 @pytest.mark.parametrize(
     ("schedule", "stages"),
     [
         ("1f1b", 1),
-        *(pytest.param(*other, marks=pytest.mark.accuracy) for other in (("interleaved", 2), ("dualpipev", 2))),
+        ("interleaved", 2),
+        ("dualpipev", 2),
     ],
 )
 def test_one_slow_link_of_several_is_predicted(tmp_path: Path, schedule: str, stages: int) -> None:

@@ -96,6 +96,7 @@ def test_an_order_that_is_none_is_refused(tmp_path: Path, text: str, message: st
         pipeline_changes.predict_rank_order(run, text)
 
 
+@pytest.mark.accuracy  # the order of axes is checked above
 def test_groups_of_other_axes_in_the_manifest_are_left_out(tmp_path: Path) -> None:
     job = _job(4, tp=4)
     run = _run(job, tmp_path / "run")

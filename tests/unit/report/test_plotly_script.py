@@ -36,16 +36,16 @@ def bundle(*statements):
 
 def test_definitions_that_only_other_kinds_need_are_left_out():
     without_globe = bundle(*BAR).replace(",globe()", "")
-    assert plotly_script.reduced(bundle(*BAR, *GLOBE), frozenset({"bar"})) == without_globe
+    assert plotly_script.script_of_kinds(bundle(*BAR, *GLOBE), frozenset({"bar"})) == without_globe
 
 
 def test_a_kind_keeps_what_it_needs_in_turn():
-    both = plotly_script.reduced(bundle(*GLOBE, *BAR), frozenset({"bar", "globe"}))
+    both = plotly_script.script_of_kinds(bundle(*GLOBE, *BAR), frozenset({"bar", "globe"}))
     assert both == bundle(*GLOBE[:-1], *BAR)
 
 
 def test_without_any_kind_none_is_registered():
-    assert "register([])" in plotly_script.reduced(bundle(*BAR, *GLOBE), frozenset())
+    assert "register([])" in plotly_script.script_of_kinds(bundle(*BAR, *GLOBE), frozenset())
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_without_any_kind_none_is_registered():
 )
 def test_a_script_with_another_layout_is_not_reduced(script):
     with pytest.raises(plotly_script.LayoutError):
-        plotly_script.reduced(script, frozenset({"bar"}))
+        plotly_script.script_of_kinds(script, frozenset({"bar"}))
 
 
 def test_a_kind_that_the_script_does_not_have_keeps_the_whole_script():

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import tracekit
 from tests.support import drawn_hosts, drawn_traces, rule_examples
+from tests.support.selection import others_in_accuracy
 from tracekit.analysis.communication import latency
 from tracekit.analysis.time import backward_passes
 from tracekit.model import schema
@@ -141,7 +142,10 @@ CASES = Path(__file__).parents[3].parent / "shared" / "cases"
 @pytest.mark.skipif(not CASES.is_dir(), reason="needs ../shared/cases, which is not part of the project")
 @pytest.mark.parametrize(
     ("case", "issuer", "named", "least_ratio"),
-    [("small", "fsdp", "fully_shard", 0.3), ("fulltensor", "dtensor", "full_tensor()", 0.3)],
+    others_in_accuracy(
+        [("small", "fsdp", "fully_shard", 0.3), ("fulltensor", "dtensor", "full_tensor()", 0.3)],
+        [("small", "fsdp", "fully_shard", 0.3)],
+    ),
 )
 def test_small_collectives_of_gloo_are_the_first_finding_by_their_own_latency(case, issuer, named, least_ratio):
     first = check(tracekit.load(str(CASES / case))).findings[0]

@@ -146,6 +146,7 @@ class TestUnfusedOptimizer:
     def test_a_short_step_of_the_optimizer_is_not_reported(self):
         assert findings(drawn_kernels.adam(*FOREACH_ADAM, us=5), UnfusedOptimizer) == ()
 
+    @pytest.mark.accuracy  # fused steps are drawn above
     def test_foreach_adam_of_a_public_trace_costs_nothing_while_the_step_is_launch_bound(self):
         run = others("merged_ddp_mi300_4ranks")
         rows = run.table(avoidable_time.unfused_optimizer_kernels)
@@ -213,6 +214,7 @@ class TestPartialWaves:
     def test_products_that_fill_the_device_or_divide_their_tiles_are_not_reported(self, run):
         assert findings(run(), PartialWaves) == ()
 
+    @pytest.mark.accuracy  # products that fill the device are drawn above
     @pytest.mark.parametrize(
         "name", ["megatron_tp8_a100_8ranks", "nanogpt_h100_8ranks", "tracelens_h100_memory_stacks"]
     )

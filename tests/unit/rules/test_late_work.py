@@ -54,6 +54,7 @@ def test_unrelated_late_ranks_are_two_causes() -> None:
     assert sum(finding.impact for finding in found.values()) == pytest.approx(0.24, abs=0.01)
 
 
+@pytest.mark.accuracy  # analysis/test_excess_time draws such ranks
 @needs_cases
 def test_a_rank_that_is_last_in_all_steps_by_a_varying_time_straggles() -> None:
     (found,) = check(load(CASES / "late_by_varying_time"), RULES).findings

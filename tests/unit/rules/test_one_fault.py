@@ -148,6 +148,7 @@ def test_a_recorded_rank_that_is_slower_in_one_step_is_one_warning_with_its_pric
     assert warnings[0].cost_ns == pytest.approx(true_ns, rel=0.25)
 
 
+@pytest.mark.accuracy  # reads a large public recording
 @needs_traces
 def test_a_pause_of_all_ranks_leaves_no_rank_a_straggler(tmp_path):
     # Launches of rank 1 are late in the recording as it is: a part of HOST001. All ranks pause in step 11: it has no

@@ -102,12 +102,13 @@ def test_the_price_of_sharded_micro_batches_is_what_a_simulation_without_them_sa
     assert found[0].cost_ns == pytest.approx(done.known_faults[0].cost_ns, rel=0.25)
 
 
+@pytest.mark.accuracy  # the price of sharded micro-batches is tried every day
 @pytest.mark.parametrize(
     ("schedule", "network_gb_per_s"),
     [
         ("gpipe", 5),
-        pytest.param("gpipe", 20, marks=pytest.mark.accuracy),
-        pytest.param("zb-h1", 5, marks=pytest.mark.accuracy),
+        ("gpipe", 20),
+        ("zb-h1", 5),
     ],
 )
 def test_the_price_of_zero2_in_a_pipeline_is_what_zero1_saves(

@@ -324,7 +324,7 @@ def _class_spans(place: _Place, window: tuple[int, int], kept_step: int, *, medi
         (SAVE, _save_spans(attempt)),
         (WARM_UP, slow.get(WARM_UP, EMPTY)),
         (STALL, slow.get(STALL, EMPTY)),
-        (BETWEEN, _between(attempt, trained_until_ns)),
+        (BETWEEN, _time_between_steps(attempt, trained_until_ns)),
     ]
     unclaimed = _spans([window])
     claimed = dict.fromkeys((kind for kind in CLASSES if kind is not IDLE), EMPTY)
@@ -392,7 +392,7 @@ def _first_part(spans: Spans, length_ns: int) -> Spans:
     return intervals.union(np.stack((spans[:, 0], spans[:, 0] + taken_ns), axis=1))
 
 
-def _between(attempt: Attempt, until_ns: int) -> Spans:
+def _time_between_steps(attempt: Attempt, until_ns: int) -> Spans:
     """Time between recorded steps, and after the last one; a failed attempt trained on after its last recorded one."""
     steps = attempt.step_spans
     if not len(steps):

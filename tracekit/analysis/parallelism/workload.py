@@ -40,7 +40,7 @@ _TORCH = (
 _OF_NSIGHT = "nsight_systems_version"
 """The key of headers of Nsight Systems, which records any program; other traces are PyTorch's."""
 _GRAPH_LAUNCH = r"^(cuda|hip|cu)GraphLaunch"
-_GPU_LAUNCH = r"^(cuda|hip|cu)[A-Z]\w*Launch"
+_GPU_LAUNCH = r"^(cuda|hip|cu)([A-Z]\w*)?Launch"
 """Launches by the runtimes that have graphs; those of NPUs and other accelerators have names of their own."""
 
 DDP, FSDP1, FSDP2, YAFSDP = (

@@ -107,8 +107,8 @@ class Graph:
         return queued_before(self.frame, self.launch[: self.count])
 
     @cached_property
-    def replayed(self) -> "Replay":
-        """Return the replay of the unchanged graph, computed once."""
+    def replay(self) -> "Replay":
+        """Replay of the unchanged graph, computed once."""
         return replay(self)
 
     @property

@@ -192,7 +192,7 @@ def saving_of(run: Run, removals: Iterable[Removal]) -> Saving:
 @memoize
 def replayed_steps(run: Run) -> pl.DataFrame:
     """Return the recorded steps of a run and their replay without changes: columns of `REPLAY_COLUMNS`."""
-    tables = [step_durations(graph, graph.replayed) for graph in graphs_of(run)]
+    tables = [step_durations(graph, graph.replay) for graph in graphs_of(run)]
     return pl.concat([pl.DataFrame(schema=REPLAY_COLUMNS), *tables])
 
 
@@ -218,7 +218,7 @@ def waiting_ns(run: Run, removals: Iterable[Removal] = ()) -> int:
     """Time that all ranks wait for others in collectives, in a replay without some causes, in ns."""
     total_ns, together = 0, tuple(removals)
     for graph in graphs_of(run):
-        played = _without(graph, together)[1] if together else graph.replayed
+        played = _without(graph, together)[1] if together else graph.replay
         parts = np.flatnonzero(graph.join_of >= 0)
         total_ns += int((played.start_ns[graph.join_of[parts]] - played.start_ns[parts]).sum())
     return total_ns
@@ -270,7 +270,7 @@ def _saving(run: Run, removals: tuple[Removal, ...]) -> Saving:
         # On a CPU run, what the host does before the first op of a window is part of the first step.
         from_before = not graph.on_device or any(cause.is_before_window for cause in removed)
         # How much sooner the first step begins than in the unchanged replay.
-        sooner_ns = _steps(graph).replayed_ns(changed.done, then, unchanged=graph.replayed) if from_before else after_ns
+        sooner_ns = _steps(graph).replayed_ns(changed.done, then, unchanged=graph.replay) if from_before else after_ns
         before_ns.append(after_ns - sooner_ns)
     table = _with_savings(before, pl.concat(without_ns), pl.concat(before_ns))
     total_ns = _step_groups(run).total_ns
@@ -372,7 +372,7 @@ def _without(graph: Graph, removals: tuple[Removal, ...]) -> tuple[Graph, Replay
             raise InsufficientDataError(f"{where}{error}") from error
     removed = {removal.cause.removed_contention for removal in removals}
     if None not in removed:  # the transforms set contention themselves
-        return changed, changed.replayed
+        return changed, changed.replay
     return contention.apply_contention(
         graph,
         changed,

@@ -195,7 +195,7 @@ def test_what_if_saves_what_is_taken_from_the_path(kind, tmp_path):
     for node, share in ((max(alone, key=part_ns.__getitem__), 1), (longest_off, 0)):
         x = part_ns[node]
         shorter = graph.with_durations(np.array([node]), graph.own_ns[node] - x)
-        steps = [each.start_ns[found.last] - each.start_ns[first] for each in (graph.replayed, replay(shorter))]
+        steps = [each.start_ns[found.last] - each.start_ns[first] for each in (graph.replay, replay(shorter))]
         assert steps[0] == pytest.approx(found.end_ns - found.start_ns, rel=0.001)
         assert steps[0] - steps[1] == pytest.approx(share * x, abs=0.05 * x)
 

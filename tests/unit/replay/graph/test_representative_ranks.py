@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import tracekit
+from tests.support.selection import others_in_accuracy
 from tests.support.wording import Wording
 from tests.unit.simulate.jobs import job, pipelined, written
 from tracekit.replay.graph import representative_ranks, what_if
@@ -110,7 +111,7 @@ def test_a_run_of_some_ranks_has_the_tables_and_the_clock_of_the_whole(tmp_path:
         assert set(table["rank"].unique()) <= {1, 4}, name
 
 
-@pytest.mark.parametrize("limit", [2, 100])
+@pytest.mark.parametrize("limit", others_in_accuracy([2, 100], [2]))
 def test_a_checked_run_that_nobody_uses_is_no_longer_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:

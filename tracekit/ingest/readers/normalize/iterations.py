@@ -128,7 +128,7 @@ def _iteration_steps(passes: Passes) -> Steps:
     starts, numbers = repetition.starts, np.arange(repetition.count)
     busy_ns = work["dur_ns"].to_numpy()
     covered = float(busy_ns[starts[0] : repetition.end].sum() / max(busy_ns.sum(), 1))
-    ids = passes.recording.issued
+    ids = passes.recording.issuer_slices
     if ids is None:
         begin = work["start_ns"].to_numpy()
         after = begin[repetition.end] if repetition.end < len(begin) else (begin + busy_ns).max()

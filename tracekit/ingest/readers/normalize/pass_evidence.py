@@ -84,24 +84,24 @@ class Recording:
         return self.work["name"].rank("dense").cast(pl.Int64).to_numpy()
 
     @cached_property
-    def issued(self) -> Ints | None:
+    def issuer_slices(self) -> Ints | None:
         """The host slice that issued each piece of work."""
         return None if self.work["host_id"].null_count() else self.work["host_id"].to_numpy()
 
     @cached_property
     def begin_ns(self) -> Ints:
         """When each piece of work was issued, or, where that is not known of all, when it began."""
-        if self.issued is None:
+        if self.issuer_slices is None:
             return self.work["start_ns"].to_numpy()
-        return np.maximum.accumulate(self.host.start_ns[self.issued])
+        return np.maximum.accumulate(self.host.start_ns[self.issuer_slices])
 
     @cached_property
     def spans(self) -> "Spans":
         """The host slices on the issuing threads that mark parts of the program: annotations, modules and functions."""
         host = self.host
-        if self.issued is None:
+        if self.issuer_slices is None:
             return Spans(*(np.empty(0, np.int64),) * 3)
-        on_threads = np.isin(host.lane, np.unique(host.lane[self.issued]))
+        on_threads = np.isin(host.lane, np.unique(host.lane[self.issuer_slices]))
         ids = np.flatnonzero(
             on_threads & (host.is_kind("annotation") | host.is_kind("python") | host.is_kind("cpu_op"))
         )
@@ -183,7 +183,7 @@ class Passes:
     def of_slices(self, pattern: str, without: str | None = None) -> Ints:
         """The pieces of work that were issued by or next after host slices with such names."""
         host = self.recording.host
-        if self.recording.issued is None:
+        if self.recording.issuer_slices is None:
             return np.empty(0, np.int64)
         return self.at(host.start_ns[_matches(host.names.name, pattern, without)[host.name_id]])
 
@@ -270,10 +270,10 @@ def _root_calls(passes: Passes) -> Evidence | None:
 def _one_call(passes: Passes) -> Evidence | None:
     """Passes that one operator, compiled function or launch of a graph issues."""
     recording, spans = passes.recording, passes.recording.spans
-    if recording.issued is None:
+    if recording.issuer_slices is None:
         return None
-    inner = recording.issued[passes.edges[1:-1]]
-    if (inner == recording.issued[passes.edges[1:-1] - 1]).mean() > _LEAST_INSIDE:
+    inner = recording.issuer_slices[passes.edges[1:-1]]
+    if (inner == recording.issuer_slices[passes.edges[1:-1] - 1]).mean() > _LEAST_INSIDE:
         return Evidence("one_launch", f"one {recording.name(inner[0])} launches several", -DECISIVE)
     covering = spans.ids[passes.covers_all(spans)]
     is_operator = recording.host.is_kind("cpu_op") & recording.host.names.is_compute_op[recording.host.name_id]
@@ -368,7 +368,7 @@ def _copies(passes: Passes, pattern: str, least_bytes: int = 0) -> Ints:
     copies = recording.activities.filter(pl.col("name").str.contains(pattern))
     if least_bytes and "bytes" in copies.columns:
         copies = copies.filter(pl.col("bytes").fill_null(least_bytes) >= least_bytes)
-    if recording.issued is None:
+    if recording.issuer_slices is None:
         return passes.at(copies["start_ns"].to_numpy())
     return passes.at(recording.host.start_ns[copies["host_id"].drop_nulls().to_numpy()])
 
@@ -385,7 +385,7 @@ def _waits(passes: Passes) -> Evidence | None:
 def _memory(passes: Passes) -> Evidence | None:
     """Memory that each pass stores for a backward pass; or that returns to its level though gradients are recorded."""
     recording = passes.recording
-    if recording.memory.is_empty() or recording.issued is None:
+    if recording.memory.is_empty() or recording.issuer_slices is None:
         return None
     at_ns, delta = recording.memory["at_ns"].to_numpy(), recording.memory["delta_bytes"].to_numpy()
     edges_ns = np.append(recording.begin_ns, recording.host.end_ns.max())[passes.edges]
@@ -394,7 +394,7 @@ def _memory(passes: Passes) -> Evidence | None:
     stored, of_pass = np.diff(level)[:-1], max(float(np.median(np.diff(allocated))), 1)  # at the end all is freed
     if (stored > 0).all() and np.median(stored) >= _STORED * of_pass:
         return Evidence("memory_rises", f"each stores {units.size(float(np.median(stored)))} and frees none", -STRONG)
-    operators = nesting.nearest(recording.host.parent, recording.host.is_kind("cpu_op"))[recording.issued]
+    operators = nesting.nearest(recording.host.parent, recording.host.is_kind("cpu_op"))[recording.issuer_slices]
     has_gradient = recording.host.sequence[operators[operators >= 0]] > 0
     if np.median(np.abs(stored)) <= _RETURNED * of_pass and len(has_gradient) and has_gradient.mean() > _LEAST_INSIDE:
         return Evidence("memory_returns", "memory returns to its level after each", STRONG)

@@ -130,7 +130,7 @@ def apply_contention(
         raise InsufficientDataError(
             "the change creates a cycle of waits between ranks: some inferred waits must be wrong"
         )
-    first = changed.replayed
+    first = changed.replay
     contention = _remaining_contention(graph, slow_preparation=slow_preparation, slow_compute=slow_compute)
     if contention is None:
         return changed, first
@@ -145,7 +145,7 @@ def apply_contention(
     if (own_ns == took_ns).all():
         return changed, first
     again = changed.with_durations(ranks, own_ns)
-    return again, again.replayed
+    return again, again.replay
 
 
 def extrapolates(graph: Graph, played: Replay) -> bool:
@@ -227,7 +227,7 @@ def _lost_before(graph: Graph, *, slow_preparation: bool, slow_compute: bool) ->
     """Return the loss of each node in the unchanged replay: each change is compared with it."""
     contention = _remaining_contention(graph, slow_preparation=slow_preparation, slow_compute=slow_compute)
     assert contention is not None
-    return _lost(graph, contention, graph.replayed)
+    return _lost(graph, contention, graph.replay)
 
 
 @memoize

@@ -269,7 +269,7 @@ def _recurring(graph: Graph, python_ns: Ints) -> Ints:
 def _saved_share(graph: Graph, changed: Graph, removed_ns: Ints) -> float:
     """Return by which share of the time removed on the rank with most of it the last work ends earlier, 0 to 1."""
     is_work = graph.frame["kind"].is_not_null().to_numpy()
-    before_ns, after_ns = (variant.replayed.end_ns[variant.done][is_work].max() for variant in (graph, changed))
+    before_ns, after_ns = (variant.replay.end_ns[variant.done][is_work].max() for variant in (graph, changed))
     by_rank = (
         graph.frame.select("rank", ns=pl.Series(removed_ns, dtype=pl.Int64)).group_by("rank").agg(pl.col("ns").sum())
     )
