@@ -26,6 +26,8 @@ from tracekit.rules.quoted_step import DEVICE, KEY
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first
 
 _EVIDENCE_ROWS = 40
+_MOST_CHARACTERS = 160
+"""Of a place in a sentence: names of annotations are of any length."""
 _FACTS: tuple[TraceFact, ...] = (
     launch_delay.host_gaps,
     *save_stages.FACTS,
@@ -439,9 +441,9 @@ def _io(run: Run, loss: quoted_step.StepLoss, waits: pl.DataFrame) -> str:
 
 
 def _line(rows: pl.DataFrame) -> str:
-    """Sentence on the function with most of the time of host gaps, where stacks were recorded; else ""."""
+    """Sentence on the function or annotation with most of the time of host gaps, where one was recorded; else ""."""
     sums = _by_function(rows)
-    return f" {units.duration(sums['dur_ns'][0])} of it is at {sums['stack'][0]}." if sums.height else ""
+    return f" {units.duration(sums['dur_ns'][0])} of it is at {_shown(sums['stack'][0])}." if sums.height else ""
 
 
 def _surrounding_ops(rows: pl.DataFrame) -> str:
@@ -455,10 +457,14 @@ def _surrounding_ops(rows: pl.DataFrame) -> str:
 
 
 def _place(rows: pl.DataFrame) -> str:
-    """Clause on the function with more than half of the time of host gaps; "" without one."""
+    """Clause on the function or annotation with more than half of the time of host gaps; "" without one."""
     sums = _by_function(rows)
     is_most = sums.height > 0 and 2 * sums["dur_ns"][0] > rows["dur_ns"].sum()
-    return " at " + kernel_names.code_line(sums["stack"][0]) if is_most else ""
+    return f" at {kernel_names.code_line(_shown(sums['stack'][0]))}" if is_most else ""
+
+
+def _shown(place: str) -> str:
+    return escaping.inert(place, _MOST_CHARACTERS)
 
 
 def _by_function(rows: pl.DataFrame) -> pl.DataFrame:

@@ -14,7 +14,7 @@ from tracekit.model import columns, intervals, nesting, schema
 from tracekit.model.fact import trace_fact
 from tracekit.model.intervals import Window
 from tracekit.model.run import OnTrace, Run
-from tracekit.model.sweep_line import Ints
+from tracekit.model.sweep_line import Flags, Ints
 from tracekit.model.trace import Trace, TraceFact
 
 HOST, DEVICE = KINDS = ("host", "device")
@@ -37,6 +37,9 @@ _NONE: _Ints = np.empty(0, np.int64)
 
 FUNCTION_COLUMNS = {"file": pl.String, "line": pl.Int64, "function": pl.String, "inside_ns": pl.Int64}
 _MAX_DEPTH = 200
+_PLACE = {"name": pl.String, "dur_ns": pl.Int64}
+_MOST_OF_ANNOTATION = 0.5
+"""An annotation of which a pause is half is named after what pauses; one of a whole step or phase is not."""
 
 
 def call_tree(
@@ -187,13 +190,31 @@ def locations_at(trace: Trace, at_ns: Ints) -> pl.Series:
 
     Column stack: "train.py(12): main"; null where no such function runs, or no stacks were recorded.
     """
-    is_own = trace_columns.is_program_frame(trace)
-    if not is_own.any():
-        return pl.Series("stack", [None] * len(at_ns), pl.String)
-    own_frames = trace.ops.with_columns(pl.Series("own", is_own))
-    ops = own_frames.join(host_state.launching_threads(trace), on="lane", how="semi")
+    located = _innermost_at(trace, trace_columns.is_program_frame(trace), at_ns)
+    return located["name"].alias("stack")
+
+
+def pauses_in_annotations(trace: Trace, start_ns: Ints, dur_ns: Ints) -> pl.Series:
+    """Innermost annotation of the program around each pause of a launching thread, if it has little else in it.
+
+    Column annotation, in quotes: '"wait for rollouts"'; null where no annotation is around the middle of a pause, or
+    where most of it is not the pause: it then says little about what the host does.
+    """
+    around = _innermost_at(trace, trace_columns.is_program_annotation(trace), start_ns + dur_ns // 2)
+    is_pause = pl.Series(dur_ns) >= _MOST_OF_ANNOTATION * around["dur_ns"]
+    quoted = pl.format('"{}"', pl.col("name"))
+    return around.select(pl.when(pl.lit(is_pause)).then(quoted).alias("annotation")).to_series()
+
+
+def _innermost_at(trace: Trace, is_place: Flags, at_ns: Ints) -> pl.DataFrame:
+    """Name and dur_ns of the innermost flagged slice of a launching thread at each time; null where none is."""
+    none = pl.DataFrame({"name": [None] * len(at_ns), "dur_ns": [None] * len(at_ns)}, schema=_PLACE)
+    if not is_place.any():
+        return none
+    flagged = trace.ops.with_columns(pl.Series("own", is_place))
+    ops = flagged.join(host_state.launching_threads(trace), on="lane", how="semi")
     if ops.is_empty():
-        return pl.Series("stack", [None] * len(at_ns), pl.String)
+        return none
     ops = ops.sort("start_ns", "id").with_row_index("at")
     row_of = ops.select(parent_id="id", row=pl.col("at").cast(pl.Int64))
     parent = ops.join(row_of, on="parent_id", how="left", maintain_order="left")["row"].fill_null(-1).to_numpy()
@@ -204,8 +225,8 @@ def locations_at(trace: Trace, at_ns: Ints) -> pl.Series:
         row = rows[np.searchsorted(thread["start_ns"].to_numpy(), at_ns, side="right") - 1]
         row = _around(row, at_ns, parent, (ops["start_ns"] + ops["dur_ns"]).to_numpy())
         innermost = np.maximum(innermost, np.where(row >= 0, nearest[np.maximum(row, 0)], -1))  # the one entered last
-    located = pl.DataFrame({"name": ops["name"].gather(np.maximum(innermost, 0)), "known": innermost >= 0})
-    return located.select(stack=pl.when("known").then("name")).to_series()
+    located = ops.select("name", "dur_ns")[np.maximum(innermost, 0)].with_columns(known=pl.Series(innermost >= 0))
+    return located.select(pl.when("known").then(name).alias(name) for name in _PLACE)
 
 
 @trace_fact

@@ -68,9 +68,9 @@ def host_gaps(trace: Trace) -> pl.DataFrame:
     Columns gap, device, step, phase, unit (as `compute_gaps`), name (of the compute that ends the gap), nth (its
     number among those of that name in its step, from 0, to find the same place in other steps), detail
     (`host_state.HOST_STATES`), synced (the device became idle while the host waited for it, rate limiters excluded),
-    start_ns (of the first piece), dur_ns, stack (the function of the program in the middle of that time; null without
-    recorded stacks), after (on a CPU run, name of the op that ended last before it; else null); one row per gap and
-    detail, two where a part is synced. By as much as the host had waited in the step, it could have launched earlier:
+    start_ns (of the first piece), dur_ns, stack (the function of the program in the middle of that time; where no
+    stacks were recorded, an annotation of the program, in quotes, that has little else in it), after (on a CPU run,
+    name of the op that ended last before it; else null); one row per gap and detail, two where a part is synced. By as much as the host had waited in the step, it could have launched earlier:
     what gaps last beyond that is not synced.
     """
     pieces = compute_gap_causes.compute_gap_causes(trace)
@@ -84,10 +84,12 @@ def host_gaps(trace: Trace) -> pl.DataFrame:
         start_ns, dur_ns, row, synced = _split_by_wait(rows)
     place = columns.rows_of(places(trace)["activity_id"].to_numpy(), columns.to_ints(rows.table["activity_id"], -1))
     gaps = rows.table.hstack(columns.rows_or_nulls(places(trace)[["name", "nth"]], place))[row]
+    location = call_trees.locations_at(trace, start_ns + dur_ns // 2)
+    annotation = call_trees.pauses_in_annotations(trace, start_ns, dur_ns)
     return schema.select(
         gaps.hstack([
             pl.Series("start_ns", start_ns), pl.Series("dur_ns", dur_ns), pl.Series("synced", synced),
-            call_trees.locations_at(trace, start_ns + dur_ns // 2),
+            location.zip_with(location.is_not_null(), annotation),
             _ops_before(trace, start_ns),
         ]),
         GAP_COLUMNS,

@@ -93,6 +93,11 @@ def is_named(trace: Trace, pattern: str) -> Flags:
 
 FRAME_NAME = r"^(?<file>.+\.py)\((?<line>\d{1,9})\): (?<function>.+)$"
 """torch.profiler's name of a Python function: "src/train.py(12): main", with the line at which it was entered."""
+_FRAMEWORK_ANNOTATION = (
+    r"^ProfilerStep#|^Optimizer\.|^\w+::|^nn\.Module: |^FullyShardedDataParallel|^DistributedDataParallel|"
+    r"^enumerate\(DataLoader|^## |^Torch-Compiled|^TorchDynamo|Compiled|^PP:|^(nccl|gloo|mpi|ucc|xccl|hccl):"
+)
+"""Annotations that PyTorch, its wrappers and the recorder write by themselves."""
 _FRAMEWORK = r"^(torch/|<)|/torch/|^threading\.py|^queue\.py|(^|/)tracekit/capture/"
 
 
@@ -103,6 +108,15 @@ def is_program_frame(trace: Trace) -> Flags:
     if not is_python.any():
         return is_python
     return np.asarray(is_python & is_named(trace, FRAME_NAME) & ~is_named(trace, _FRAMEWORK), np.bool_)
+
+
+@memoize
+def is_program_annotation(trace: Trace) -> Flags:
+    """Mask of the ops that are annotations of the program, not of torch, wrappers or the recorder; shape (ops,)."""
+    annotations = is_kind(trace, "annotation")
+    if not annotations.any():
+        return annotations
+    return np.asarray(annotations & ~is_named(trace, _FRAMEWORK_ANNOTATION), np.bool_)
 
 
 def matches(names: list[str], pattern: str) -> Flags:
