@@ -79,9 +79,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collect_file(file_path: Path) -> Iterator[None]:
-    """Search no doctests in test modules, which have none: that would take each worker a second."""
+    """Search doctests only in modules that have one: to import and to search the others takes each worker seconds."""
     collectors = yield
-    if not file_path.name.startswith("test_"):
+    if not any(isinstance(collector, doctest.DoctestModule) for collector in collectors):
+        return collectors
+    if not file_path.name.startswith("test_") and b">>>" in file_path.read_bytes():
         return collectors
     return [collector for collector in collectors if not isinstance(collector, doctest.DoctestModule)]
 

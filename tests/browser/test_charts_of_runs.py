@@ -75,6 +75,7 @@ def test_filters_limit_what_is_drawn_and_hostile_settings_are_text(page, server,
     assert_clean(page)
 
 
+@pytest.mark.accuracy  # charts of other pages are clicked every day
 def test_a_click_on_a_point_offers_to_open_its_run(page, server, sweep):
     _open_checked(page, f"{server.url}/runs?view=charts&find=sweep%2Frun01&metrics=step_time_ns", RUNS[1:2])
     point = page.locator("[class*=st-key-runs-step] .scatterlayer .points path.point").last

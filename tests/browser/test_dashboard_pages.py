@@ -40,6 +40,7 @@ def test_overview_shows_verdict_findings_and_breakdown(page, server):
     assert_clean(page)
 
 
+@pytest.mark.accuracy  # unit/dashboard compares runs, test_accessibility opens the page
 def test_several_runs_are_compared(page, server):
     _open(page, server, recorded.GOOD)
     turn_to(page, "Compare")

@@ -111,6 +111,7 @@ def test_runs_of_hostile_names_open_and_run_nothing(page, server, folder):
     assert_clean(page)
 
 
+@pytest.mark.accuracy  # links of charts, ranges and shared views are opened every day
 def test_a_link_shows_what_another_person_chose(page, server):
     page.goto(f"{server.url}/?run=good&bars=by+step&rank=1")
     expect(page.get_by_role("radio", name="by step")).to_be_checked()
@@ -195,6 +196,7 @@ def test_an_uploaded_trace_is_visible_to_one_person_and_removed_with_the_page(
     assert list(server.temporary.glob("tracekit-upload-*")) == []
 
 
+@pytest.mark.accuracy  # unit/dashboard has such snapshots
 def test_an_uploaded_memory_snapshot_without_traces_is_drawn_on_the_page_memory(page, server, tmp_path):
     packed = Path(__file__).parents[1] / "recordings" / "out_of_memory" / "leak" / "rank00000.memory.pickle.gz"
     snapshot = tmp_path / "oom.pickle"

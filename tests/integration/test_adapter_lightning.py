@@ -24,6 +24,7 @@ def lightning() -> ModuleType:
     return importlib.import_module("tests.integration.lightning_models")
 
 
+@pytest.mark.accuracy  # the examples of Accelerate and transformers leave such runs
 def test_the_example_on_two_ranks_leaves_a_run_that_can_be_checked(tmp_path: Path) -> None:
     out = tmp_path / "run"
     framework_scripts.run_example(

@@ -64,7 +64,7 @@ def on_three_ranks(folder: Path, on_two_ranks: dict[str, process_group.Outcome])
         {name: move(name) for name in MOVES}
         | {
             f"long {case.strategy}": functools.partial(
-                training.save, dataclasses.replace(case, steps=20, alike=False), str(folder / f"long {case.strategy}")
+                training.save, dataclasses.replace(case, steps=10, alike=False), str(folder / f"long {case.strategy}")
             )
             for case in (YAFSDP, FSDP2)
         },

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import xmlschema
-from check_jsonschema.builtin_schemas import get_builtin_schema
 from jsonschema import Draft7Validator
 
 from tests.support import composite_action, doc_snippets
@@ -66,6 +64,8 @@ def record(build: str, clone: Path) -> None:
 
 
 def test_the_action_is_valid() -> None:
+    from check_jsonschema.builtin_schemas import get_builtin_schema  # slow for each worker to import
+
     Draft7Validator(get_builtin_schema("vendor.github-actions")).validate(composite_action.described(ACTION))
 
 
@@ -101,6 +101,8 @@ def test_a_build_is_green_and_red_after_a_regression(
     (place,) = log["runs"][0]["results"][0]["locations"]
     region = {"startLine": 20, "startColumn": 1, "endLine": 20, "endColumn": 26}
     assert place["physicalLocation"] == {"artifactLocation": {"uri": "data.py"}, "region": region}
+    import xmlschema
+
     xmlschema.validate(clone / "junit.xml", doc_snippets.REPOSITORY / "tests" / "schemas" / "junit-10.xsd")
     assert "<!doctype html>" in (clone / "report.html").read_text()[:20]
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import yaml
-from check_jsonschema.builtin_schemas import get_builtin_schema
 from jsonschema import Draft7Validator
 
 from tests.support import composite_action, doc_snippets
@@ -55,6 +54,8 @@ def test_the_tutorial_ends_with_a_red_build(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", WORKFLOWS)
 def test_workflows_are_valid_and_name_inputs_that_the_action_has(name: str) -> None:
+    from check_jsonschema.builtin_schemas import get_builtin_schema  # slow for each worker to import
+
     workflow = yaml.safe_load(WORKFLOWS[name])
     # YAML 1.1 reads the key "on" as true.
     document = {"on" if key is True else key: value for key, value in workflow.items()}
@@ -66,6 +67,8 @@ def test_workflows_are_valid_and_name_inputs_that_the_action_has(name: str) -> N
 
 
 def test_the_pipeline_is_valid() -> None:
+    from check_jsonschema.builtin_schemas import get_builtin_schema
+
     Draft7Validator(get_builtin_schema("vendor.gitlab-ci")).validate(yaml.safe_load(YAML[".gitlab-ci.yml"]))
 
 

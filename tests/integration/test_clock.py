@@ -49,6 +49,7 @@ def shifted(run):
     return Run(run.path, sources, align=alignment.offsets)
 
 
+@pytest.mark.accuracy  # unit/sync/test_alignment shifts any clocks
 def test_artificial_clock_shifts_of_eight_recorded_ranks_are_recovered(eight):
     before, after = eight.offsets, shifted(eight).offsets
     assert before["residual_ns"].null_count() == 0

@@ -38,7 +38,7 @@ OF_TRAINING = r"activation checkpointing|no_sync|optimizer|gradient|register_com
 TRAINS = rb"autograd::|Optimizer\.step|[Bb]ackward|_foreach_"
 
 
-EVERYDAY = {"hta_cpu_gloo", "torchrec_v100_4ranks"}.intersection(FOLDERS)
+EVERYDAY = {"torchrec_v100_4ranks"}.intersection(FOLDERS)
 
 
 @pytest.mark.parametrize("name", others_in_accuracy(FOLDERS, EVERYDAY) or ["nothing"])

@@ -32,7 +32,8 @@ HOSTILE = (
 BEGINS_WITH_HOSTILE = ("kernel", "python_function", "gpu_memcpy")
 """Of these, nothing is known by how the name begins."""
 READABLE = tuple(text for text in HOSTILE if text.isprintable())
-LONG = "".join(random.Random(47).choices(string.ascii_letters, k=1 << 20))
+LETTERS = bytes(ord(string.ascii_letters[value % len(string.ascii_letters)]) for value in range(256))
+LONG = random.Random(47).randbytes(1 << 20).translate(LETTERS).decode()
 """Ends the name of one operator of each rank."""
 NAMED_ARGUMENTS = ("Collective name", "Process Group Description", "kernel_file", "kernel_backend")
 COMMANDS = {

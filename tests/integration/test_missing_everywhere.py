@@ -35,10 +35,8 @@ FAILED_ONCE = {
 
 EVERYDAY = [
     ("sample_traces/gpu/compiled", "remove argument Device Id of trace"),
-    ("sample_traces/gpu/compiled", "rename category kernel of trace"),
     ("sample_traces/faults/healthy-background-save", "empty key []/start_ns of checkpoint log"),
     ("sample_traces/faults/healthy-background-save", "remove key []/step_time_ns of metrics log"),
-    ("tests/recordings/deepspeed_pipeline", "remove field dur of trace"),
     *(
         (name, part)
         for name in ("tests/recordings/allocator_h100", "tests/recordings/hangs/killed", "tests/recordings/nsight")

@@ -11,9 +11,9 @@ from tests.support.selection import OutcomesOnDemand, others_in_accuracy
 
 TOLERANCE = 1e-11  # a norm of norms is rounded otherwise than one norm
 EVERYDAY = set(EXACT) - {
-    # Their functions of weights and gradients are those of "penalty on norms", "largest" and "spectral norms".
-    *("watched", "near the first weights", "penalty on means", "penalty on absolute values", "penalty on third norms"),
-    *("norms of gradients", "clipped by hand", "penalty on logarithms"),
+    # Their functions of weights and gradients are those of penalties on norms, means and the largest.
+    *("watched", "near the first weights", "penalty on absolute values", "penalty on logarithms"),
+    *("norms of gradients", "clipped by hand"),
     # They write weights as "weights swapped" and "averaged by torch" do.
     *("averaged by hand", "lookahead", "sharpness-aware", "on a sphere", "a schedule made late"),
     # They step element by element, as Adam, fused AdamW, Rprop and Lion do.

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import pytest
-from scipy import stats
 
 import tracekit
 from tests.support import drawn_traces
@@ -358,6 +357,8 @@ def test_empty_tables_have_all_columns():
 
 
 def test_the_slope_equals_scipys_theil_sen_slope():
+    from scipy import stats  # takes each worker that collects this file half a second
+
     random = np.random.default_rng(20261122)
     for count in (5, 8, 40, 200):
         x = np.arange(count)

@@ -33,6 +33,7 @@ def test_twelve_rows_are_predicted_from_four() -> None:
     assert found.time_max.item() <= 0.12
 
 
+@pytest.mark.accuracy  # all rows are predicted above
 def test_any_four_rows_predict_the_others_and_only_with_the_give_way_effect() -> None:
     some = published_table.subsets()[::90]
     found = published_table.errors(some, *predict(ROWS, fit(ROWS, some)))

@@ -172,7 +172,9 @@ def without_arguments(event: Event) -> Event:
 
 @pytest.mark.parametrize(
     "change",
-    others_in_accuracy([without_categories, with_other_categories, without_arguments], [without_arguments]),
+    others_in_accuracy(
+        [without_categories, with_other_categories, without_arguments], [with_other_categories, without_arguments]
+    ),
 )
 def test_a_recording_without_categories_of_its_device_is_judged_as_before(change: Callable[[Event], Event], tmp_path):
     events = json.loads(gzip.decompress(SAMPLE.read_bytes()))["traceEvents"]

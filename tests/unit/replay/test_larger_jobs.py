@@ -70,6 +70,7 @@ def test_a_job_that_leaves_its_node_needs_the_bandwidth_between_nodes(tmp_path: 
     assert trees.predicted_ns < prediction.predicted_ns  # less latency
 
 
+@pytest.mark.accuracy  # replicas of a pipeline grow in the next test
 def test_shards_within_nodes_stay_and_only_replicas_grow(tmp_path: Path) -> None:
     of = job("hsdp", layers=2, gpus=16, ranks_written=16, steps=STEPS)
     prediction = larger_jobs.predict(recorded(of, tmp_path), 64)
@@ -112,6 +113,7 @@ def test_the_command_states_step_range_and_throughput(tmp_path: Path) -> None:
     assert refused.returncode == 2
 
 
+@pytest.mark.accuracy  # measures truth
 def test_a_drawn_job_is_predicted_closely() -> None:
     result = benchmark.outcome(benchmark.draw(9, times=4))
     assert abs(result.error_ratio) <= benchmark.CLOSE

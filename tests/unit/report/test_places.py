@@ -54,7 +54,10 @@ def test_a_rank_of_a_pipeline_stands_with_its_stage_and_a_save_apart_from_steps(
 
 
 @pytest.mark.parametrize(
-    "name", others_in_accuracy(["ci/red", "demo-fsdp2", "parallelism/moe-ep2", "parallelism/cp-ring"], ["ci/red"])
+    "name",
+    others_in_accuracy(
+        ["ci/red", "demo-fsdp2", "parallelism/moe-ep2", "parallelism/cp-ring"], ["ci/red", "parallelism/cp-ring"]
+    ),
 )
 def test_costs_are_shares_of_the_mean_step(name: str) -> None:
     run = tracekit.load(ROOT / "sample_traces" / name)
