@@ -163,7 +163,7 @@ def test_a_command_that_fails_by_itself_is_an_error(slow_run: Path, tmp_path: Pa
     "words",
     [
         ("--run",),
-        ("--run", "--out", "{out}", "--", "no-such-program-instrumented"),
+        ("--run", "--out", "{out}", "--", "no-such-program", "instrumented_trainers"),
         ("--run", "--budget", "nan", "--", "true"),
         ("--run", "--budget", "-1", "--", "true"),
         ("--run", "--budget", "1e300", "--", "true"),
@@ -171,12 +171,12 @@ def test_a_command_that_fails_by_itself_is_an_error(slow_run: Path, tmp_path: Pa
         ("--run", "--steps", "none", "--", "true"),
         ("--run", "--out", "{full}", "--", "true"),
         ("--run", "--out", "{full}/file", "--", "true"),
-        ("--run", "--out", "{out}", "--", "true"),
+        ("--run", "--out", "{out}", "--", "true", "instrumented_trainers"),
         ("--pairs", "0"),
         ("--config", "{bad}"),
         ("--config", "{odd}"),
     ],
-    ids=lambda words: " ".join(words[:3]),
+    ids=" ".join,
 )
 def test_what_cannot_be_used_is_refused(slow_run: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
     full, bad, odd = tmp_path / "full", tmp_path / "bad.toml", tmp_path / "odd.toml"

@@ -194,7 +194,7 @@ def _trial_values(trial: Trial) -> dict[str, object]:
         "candidate": None if change is None else change.candidate,
         "measured_ratio": trial.saved_ratio,
         "interval": None if trial.interval is None else list(trial.interval),
-        "reference_runs": [str(done.folder) for done in trial.reference],
-        "candidate_runs": [str(done.folder) for done in trial.candidate],
+        "reference_runs": [str(entry.folder) for entry in trial.reference],
+        "candidate_runs": [str(entry.folder) for entry in trial.candidate],
         "note": trial.note,
     }

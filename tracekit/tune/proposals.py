@@ -138,11 +138,14 @@ def _of_answer(setting: Setting, answer: Answer, added_bytes: int | None) -> Pro
 
 
 def _answer(change: Change, answers: Sequence[Answer]) -> Answer | None:
-    """Saving that a change brings at most: of its first cause with an answer, else of a finding of its rules."""
+    """Saving of a change: of its first cause with an answer, else of a finding of its rules.
+
+    A change that removes parts of several causes has the saving of the largest.
+    """
     of_cause = {answer.causes[0]: answer for answer in answers if answer.causes}
-    for cause in change.causes:
-        if cause in of_cause:
-            return of_cause[cause]
+    of_change = [of_cause[cause] for cause in change.causes if cause in of_cause]
+    if of_change:
+        return max(of_change, key=lambda answer: answer.saved_ns) if change.is_partial else of_change[0]
     return next((answer for answer in answers if answer.code in change.codes), None)
 
 

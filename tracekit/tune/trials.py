@@ -226,20 +226,20 @@ class Tuner:
         limit_s = remaining_s
         if is_candidate:
             configuration = configuration.with_setting(proposal.setting)
-            longest_s = max((done.duration_s for done in reference), default=0.0)
+            longest_s = max((entry.duration_s for entry in reference), default=0.0)
             limit_s = min(remaining_s, max(_LEAST_LIMIT_S, _CANDIDATE_TIMES * longest_s))
         folder = self._folder(proposal) / f"{count + 1:02d}-{'candidate' if is_candidate else 'reference'}"
         folder.parent.mkdir(parents=True, exist_ok=True)
         self._notify(f"{proposal.setting.title}: recording {folder}")
-        done = recording.record(configuration, folder, steps=self._limits.steps, limit_s=limit_s)
-        if done.is_out_of_time and limit_s == remaining_s:
+        entry = recording.record(configuration, folder, steps=self._limits.steps, limit_s=limit_s)
+        if entry.is_out_of_time and limit_s == remaining_s:
             raise BudgetExceededError
-        if done.problem and is_candidate:
-            raise _CandidateFailedError(done.problem)
-        if done.problem:
-            raise InputError(f"the command fails without a change: {done.problem}; try it by itself, then tune again")
-        self._durations_s.append(done.duration_s)
-        return done
+        if entry.problem and is_candidate:
+            raise _CandidateFailedError(entry.problem)
+        if entry.problem:
+            raise InputError(f"the command fails without a change: {entry.problem}; try it by itself, then tune again")
+        self._durations_s.append(entry.duration_s)
+        return entry
 
     def _folder(self, proposal: Proposal) -> Path:
         name = proposal.setting.title.replace(" ", "-").replace("/", "-")
@@ -275,7 +275,7 @@ class Tuner:
     def _loaded(self, recordings: Iterable[Recording], *, is_candidate: bool) -> list[Run]:
         """The runs of recordings. Raises _CandidateFailedError or InputError, by the side, where one is no run."""
         try:
-            return [self._load(str(done.folder)) for done in recordings]
+            return [self._load(str(entry.folder)) for entry in recordings]
         except TracekitError as error:
             if is_candidate:
                 raise _CandidateFailedError(str(error)) from error

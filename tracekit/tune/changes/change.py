@@ -162,11 +162,13 @@ class Change:
     risk: Risk
     values: Callable[[TunedRun], Sequence[str]]
     causes: tuple[Cause, ...] = ()
-    """The causes that it removes. The first one that the replay has an answer for predicts the saving."""
+    """The causes that it removes: the first one that the replay has an answer for predicts the saving.
+
+    Of a partial change it is the one that saves most."""
     codes: tuple[str, ...] = ()
     """Rules whose findings it answers, too: their savings count where no cause has an answer."""
     is_partial: bool = False
-    """Whether it removes a part of the causes only, so that their saving is its upper bound."""
+    """Whether it removes a part of the causes only, so that their saving bounds what it saves of them."""
     option: str = ""
     """Options of our trainers."""
     variable: str = ""

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from tracekit.replay.graph import pipeline_changes
-from tracekit.replay.graph.causes.collectives import SMALL_COLLECTIVES
+from tracekit.replay.graph.causes.collectives import COMMUNICATION, SMALL_COLLECTIVES
 from tracekit.replay.graph.causes.device_time import MICRO_BATCH_REDUCTIONS, SMALL_OPS
 from tracekit.replay.graph.causes.host import LATE_LAUNCH
 from tracekit.replay.graph.pipeline_changes import PipelineChange
@@ -49,7 +49,8 @@ FEWER_MICRO_BATCHES = Change(
     name="fewer-micro-batches",
     summary="a step has fewer, larger micro-batches with the same tokens",
     risk=Risk.ROUNDING,
-    causes=(MICRO_BATCH_REDUCTIONS, LATE_LAUNCH, SMALL_OPS, SMALL_COLLECTIVES),
+    # FSDP gathers weights and reduces gradients for each micro-batch.
+    causes=(MICRO_BATCH_REDUCTIONS, COMMUNICATION, LATE_LAUNCH, SMALL_OPS, SMALL_COLLECTIVES),
     codes=("COMM003",),
     is_partial=True,
     values=_fewer,
