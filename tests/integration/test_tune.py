@@ -142,7 +142,12 @@ def test_risk_limits_what_is_tried(slow_run: Path, tmp_path: Path) -> None:
 def test_a_signal_ends_the_command_and_leaves_a_report(slow_run: Path, tmp_path: Path, number: signal.Signals) -> None:
     out = tmp_path / "out"
     words = ["tune", slow_run, "--run", "--out", out, "--", *TRAINER, "--trouble", "always-hang"]
-    process = subprocess.Popen(cli_runner.command(*words), env=cli_runner.environment(), stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        cli_runner.command(*words),
+        env=cli_runner.environment(),
+        stdout=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # a job in the background ignores SIGINT
+    )
     recorded.wait_until(lambda: any(file.read_text() for file in out.glob("*/*.pid")))
     (file,) = out.glob("*/*.pid")
     process.send_signal(number)

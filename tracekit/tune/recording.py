@@ -31,14 +31,18 @@ class StopSignal(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[None]:
-    """Raise StopSignal in the block when a signal asks this process to end. Only for the main thread."""
+    """Raise StopSignal in the block when a signal asks this process to end. Only for the main thread.
+
+    Signals that are ignored, such as SIGHUP under nohup, stay ignored.
+    """
+    watched = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
     def stop(number: int, _frame: object) -> None:
-        for other in STOP_SIGNALS:
+        for other in watched:
             signal.signal(other, signal.SIG_IGN)  # until the training has ended, which takes seconds at most
         raise StopSignal(number)
 
-    before = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
+    before = {number: signal.signal(number, stop) for number in watched}
     try:
         yield
     finally:

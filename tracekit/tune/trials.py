@@ -204,7 +204,9 @@ class Tuner:
                     break
         except (BudgetExceededError, StopSignal, InputError) as error:
             note = "" if isinstance(error, BudgetExceededError | StopSignal) else str(error)
-            trial = Trial(proposal, Outcome.STOPPED, tuple(reference), tuple(candidate), note=note)
+            trial = replace(
+                trial, outcome=Outcome.STOPPED, reference=tuple(reference), candidate=tuple(candidate), note=note
+            )
             raise
         except _CandidateFailedError as error:
             trial = Trial(proposal, Outcome.FAILED, tuple(reference), tuple(candidate), note=str(error))

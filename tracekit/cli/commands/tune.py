@@ -4,6 +4,7 @@ import math
 import re
 import shlex
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 _MOST_MINUTES = 60.0 * 24 * 30
 _OF_SIGNAL = 128
+_MOST_WORDS, _MOST_CHARACTERS = 200, 1000
 _STEPS = re.compile(r"(\d{1,9}):(\d{1,9})")
 
 
@@ -128,9 +130,16 @@ def tune(
     patches = _write_patches(trials.folder(), configuration, proposals.proposals) if trials.out and command else {}
     from tracekit.report import tune as tune_report
 
-    words = [str(word) for word in TunedRun.of(report.run).manifest.command]
-    document = tune_report.proposal_document(proposals, run=report.run.name, command=shlex.join(words), patches=patches)
+    recorded = _recorded_command(TunedRun.of(report.run).manifest.command)
+    document = tune_report.proposal_document(proposals, run=report.run.name, command=recorded, patches=patches)
     OutputOptions().write_in(document, document_format)
+
+
+def _recorded_command(words: Sequence[object]) -> str:
+    """Command line that a manifest states, as text to show: it may be anybody's, and anything."""
+    from tracekit.model import escaping
+
+    return escaping.inert(shlex.join(str(word) for word in words[:_MOST_WORDS]), _MOST_CHARACTERS)
 
 
 def _try(
