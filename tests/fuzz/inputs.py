@@ -560,6 +560,7 @@ CHECK = ("check", FOLDER, "--format", "json", "--no-cache")
 _JSON = ("--format", "json", "--no-cache")
 OTHER_COMMANDS: dict[str, tuple[str, ...]] = {
     "what if": ("whatif", FOLDER, *_JSON),
+    "tune": ("tune", FOLDER, *_JSON),
     "critical path": ("whatif", "--critical-path", FOLDER, *_JSON),
     "kernels": ("kernels", FOLDER, "--by", "name,op,shapes,module,unit,phase", *_JSON),
     "operators": ("kernels", FOLDER, "--of", "host", "--by", "name,shapes,module,unit,phase,span", *_JSON),

@@ -109,6 +109,7 @@ COMMANDS = {
     "check by Dask": "check rank0.json --fail-on never --executor dask --cluster local:1",
     "query": "query rank0.json 'SELECT count(*) FROM ops'",
     "export": "export rank0.json --format html --view kernels --output page.html",
+    "tune": "tune rank0.json",
     "verify-training": f"verify-training {VERIFIED}:right --strategy ddp --steps 1",
 }
 

@@ -42,6 +42,7 @@ COMMANDS = {
     "kernels": ("text", "json", "markdown", "html", "csv"),
     "kernels --of host --by stack": ("text",),
     "whatif": ("text", "json", "markdown", "html"),
+    "tune": ("text", "json", "markdown", "html"),
     "whatif --critical-path": ("text", "json", "html"),
     "memory": ("text", "json", "html"),
     "query": ("table", "json", "csv"),

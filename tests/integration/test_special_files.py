@@ -106,6 +106,7 @@ OPENERS = {
     "tracekit/ingest/scrub/streams.py",  # writes
     "tracekit/model/escaping.py",
     "tracekit/model/plugins.py",
+    "tracekit/tune/recording.py",  # writes
     "tracekit/plan/storage.py",  # files that it has just made, in a folder of its own
     "tracekit/regression/history/store.py",  # the folder of a history, for its lock
     "tracekit/report/baseline_json.py",

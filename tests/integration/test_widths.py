@@ -95,6 +95,7 @@ COMMANDS = {
     "query": ("query", RED, "SELECT rank, step, kind, count(*) AS n FROM activities GROUP BY ALL ORDER BY ALL"),
     "several runs": ("check", GREEN, RED, "--fail-on", "never"),
     "pipeline": ("check", SAMPLES / "parallelism/pipeline-slow-stage", "--verbose"),
+    "tune": ("tune", SAMPLES / "demo-fsdp2"),
     "what-if": ("whatif", SAMPLES / "gpu/slow-rank"),
     "sizes": ("compare", "gpus4", "gpus8", "--verbose"),
     "simulate": ("simulate", "--gpus", "4", "--layers", "2", "--steps", "2", "--out", "gpus4", "--force"),

@@ -57,6 +57,7 @@ COMMANDS = {
         LazyCommand("kernels", "Sum kernels or host ops by name, shapes, stack, …"),
         LazyCommand("memory", "Show who uses memory; replay the allocator."),
         LazyCommand("whatif", "Predict the step time without a cause; show the critical path."),
+        LazyCommand("tune", "Propose changes of a training; try them and keep what is faster."),
         LazyCommand("export", "Write a run for Perfetto, browsers and monitoring."),
         LazyCommand("query", "Query a run in SQL."),
         LazyCommand("explain", "Explain a rule, a table, a cause, a metric or a term."),

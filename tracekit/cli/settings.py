@@ -4,6 +4,7 @@ They are in ``tracekit.toml``, or under ``[tool.tracekit]`` in pyproject.toml; d
 """
 
 import dataclasses
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -53,7 +54,13 @@ class BaselineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     min_cpu_recordings: Annotated[int, Meta(ge=1)] = Thresholds.min_cpu_recordings
 
 
-_TABLES: Mapping[str, type[msgspec.Struct]] = {"ignore": Ignore, "baseline": BaselineTable}
+class TuneTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The table ``tune`` of a settings file: arguments of the user's command, by the name of a change."""
+
+    arguments: dict[str, NonBlankText] = {}
+
+
+_TABLES: Mapping[str, type[msgspec.Struct]] = {"ignore": Ignore, "baseline": BaselineTable, "tune": TuneTable}
 
 
 class SettingsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -67,6 +74,7 @@ class SettingsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     budget: dict[str, object] = {}
     devices: dict[str, object] = {}
     step_name: NonBlankText | None = None
+    tune: TuneTable = TuneTable()
 
 
 @dataclass(frozen=True)
@@ -82,6 +90,8 @@ class CheckSettings:
     baseline: Thresholds = field(default_factory=Thresholds)
     budget: Budgets = field(default_factory=Budgets)
     read: ReadSettings = NO_SETTINGS
+    tune_arguments: Mapping[str, str] = field(default_factory=dict)
+    """Arguments of the user's command for changes that `tracekit tune` tries, by `Change.key`."""
 
 
 def resolve(
@@ -217,7 +227,27 @@ def _from_file(path: Path, file: SettingsFile, catalog: Catalog) -> CheckSetting
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     stated = ReadSettings(settings_file.device_overrides(file.devices, str(path)), file.step_name)
-    return CheckSettings(str(path), fail_on, file.select, thresholds, file.ignore, baseline, budget, stated)
+    arguments = _tune_arguments(file.tune.arguments, f"{path}: tune.arguments")
+    return CheckSettings(str(path), fail_on, file.select, thresholds, file.ignore, baseline, budget, stated, arguments)
+
+
+def _tune_arguments(arguments: Mapping[str, str], where: str) -> Mapping[str, str]:
+    """Return the arguments for changes. Raises ConfigError for an unknown change or words that a shell cannot split."""
+    if not arguments:
+        return {}
+    from tracekit.tune import changes  # its causes take time to load, and few settings have the table
+
+    names = [change.key for change in changes.all_changes()]
+    for name, text in arguments.items():
+        if name not in names:
+            raise ConfigError(f"{where}: no change is called {name!r}: {settings_file.suggestion(names, name)}")
+        try:
+            words = shlex.split(text)
+        except ValueError as error:
+            raise ConfigError(f"{where}.{name}: {text!r} is no command line: {str(error).lower()}") from None
+        if not words or "\0" in text:
+            raise ConfigError(f"{where}.{name}: {text!r} has no words; expected such as '--num-workers {{value}}'")
+    return arguments
 
 
 def _baseline_thresholds(table: BaselineTable) -> Thresholds:

@@ -177,6 +177,11 @@ WRONG = {
     "toml": ("fail_on = ", "is not valid TOML"),
     "deep key": ("a" + ".b" * 101 + " = 1", "a key of more than 100 parts"),
     "long": ("#" * (1 << 20) + "\n", "longer than 1 MiB"),
+    "change": ('[tune.arguments]\nworkers = "--n {value}"', "tune.arguments: no change is called 'workers'"),
+    "blank argument": ("[tune.arguments]\ncompile = ' '", "text that is not blank"),
+    "open quote": ("[tune.arguments]\ncompile = '--a=\"'", "no closing quotation"),
+    "argument that is no text": ("[tune.arguments]\ncompile = 1", "expected text"),
+    "key of tune": ("[tune]\nargument = {}", "unknown key 'argument'"),
 }
 
 
