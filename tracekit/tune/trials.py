@@ -296,8 +296,9 @@ def _samples(name: str, runs: Sequence[Run]) -> RunSamples:
 
 def _difference(reference: Sequence[Run], candidate: Sequence[Run]) -> str:
     """Where loss or gradient norm differ by the change; "" where they agree, or differ without it, too."""
-    repeated = numbers.agreement(reference[0], reference[-1])
-    changed = numbers.agreement(reference[0], candidate[0])
+    first_run, last_run, changed_run = map(numbers.run_numbers, (reference[0], reference[-1], candidate[0]))
+    repeated = numbers.agreement(first_run, last_run)
+    changed = numbers.agreement(first_run, changed_run)
     if repeated is None or repeated.first is not None or changed is None or changed.first is None:
         return ""
     first = changed.first

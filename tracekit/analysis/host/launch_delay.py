@@ -70,8 +70,8 @@ def host_gaps(trace: Trace) -> pl.DataFrame:
     (`host_state.HOST_STATES`), synced (the device became idle while the host waited for it, rate limiters excluded),
     start_ns (of the first piece), dur_ns, stack (the function of the program in the middle of that time; where no
     stacks were recorded, an annotation of the program, in quotes, that has little else in it), after (on a CPU run,
-    name of the op that ended last before it; else null); one row per gap and detail, two where a part is synced. By as much as the host had waited in the step, it could have launched earlier:
-    what gaps last beyond that is not synced.
+    name of the op that ended last before it; else null); one row per gap and detail, two where a part is synced. By as
+    much as the host had waited in the step, it could have launched earlier: what gaps last beyond that is not synced.
     """
     pieces = compute_gap_causes.compute_gap_causes(trace)
     is_host = (pieces["cause"] == communication_gap_causes.HOST).to_numpy()
