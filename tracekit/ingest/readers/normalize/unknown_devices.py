@@ -185,6 +185,9 @@ def _doubtful(events: Events, lanes: list[_Lane]) -> Events:
     return replace(events, issues=(*events.issues, ("no_device_activity", message, 1.0)))
 
 
+_MOST_STREAM = 2**62
+"""A larger number is none of a stream; those that follow it would not fit into 64 bits."""
+
 # Their work -----------------------------------------------------------------------------------------------------------
 
 
@@ -255,6 +258,7 @@ def _numbers(events: Events, streams: list[_Lane]) -> tuple[dict[int, int], dict
         streams_stated = events.unknown["stream"].gather(lane.rows).drop_nulls()
         named = _STREAM.search(lane.name) or _NUMBER.search(lane.tid or "")
         stream = int(streams_stated[0]) if len(streams_stated) else int(named[1]) if named and named[1] else 0
+        stream = stream if stream <= _MOST_STREAM else 0
         while (device, stream) in used:
             stream += 1
         used.add((device, stream))
