@@ -90,6 +90,7 @@ def test_the_roofline_says_what_it_needs(at):
     assert_clean(page)
 
 
+@pytest.mark.accuracy  # unit/dashboard/test_analysis runs and refuses queries
 def test_a_query_runs_on_request_and_a_refused_one_shows_an_error(at, server, shown):
     page = at("SQL")
     page.get_by_text("step times", exact=True).click()

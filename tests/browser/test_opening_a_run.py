@@ -12,7 +12,8 @@ from playwright.sync_api import expect
 from benchmarks import cases
 from tests.browser.conftest import WAIT_MS, assert_clean, served, settle
 
-pytestmark = pytest.mark.browser
+# In unit/dashboard, test_first_opening shows progress, test_crashes pages that fail, test_headlines_and_moments ranks.
+pytestmark = [pytest.mark.browser, pytest.mark.accuracy]
 expect.set_options(timeout=WAIT_MS)
 RANKS = 6
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
@@ -57,7 +58,6 @@ def own_server(recordings, tmp_path_factory):
         yield started
 
 
-@pytest.mark.accuracy  # unit/dashboard/test_first_opening shows progress
 def test_a_run_that_opens_for_the_first_time_shows_its_progress_and_can_be_left(new_page, own_server):
     page = new_page
     page.add_init_script(RECORD_PROGRESS)

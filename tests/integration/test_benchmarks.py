@@ -14,6 +14,7 @@ def _sample(*, cpu_s, peak_mib=100.0):
     return Sample(work_wall_s=cpu_s, work_cpu_s=cpu_s, whole_wall_s=cpu_s, whole_cpu_s=cpu_s, peak_mib=peak_mib)
 
 
+@pytest.mark.accuracy  # make accuracy measures; rows are drawn below
 def test_one_command_measures_a_recorded_run_and_writes_the_results(tmp_path, capsys):
     out = tmp_path / "results.md"
     arguments = ["--cases", "sample", "--rounds", "1", "--subjects", "tracekit", "tracekit summary", "json"]
@@ -27,6 +28,7 @@ def test_one_command_measures_a_recorded_run_and_writes_the_results(tmp_path, ca
     assert re.search(r"\| sample \| .*\d% of json", text)
 
 
+@pytest.mark.accuracy  # make accuracy measures
 def test_recording_saves_is_measured_call_by_call(tmp_path, capsys):
     arguments = ["--rounds", "1", "--mib", "2", "--tensors", "3", "--calls", "2", "--folder", str(tmp_path)]
     assert saves.main(arguments) == 0

@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mcp import Client, StdioServerParameters
 
 from benchmarks import agent_questions
 from tests.support import kineto_files
-from tracekit.cli.commands.mcp import quoting, server
+from tracekit.cli.commands.mcp import quoting
 from tracekit.cli.commands.mcp.answers import MAX_BYTES, QUESTIONS, Answers
 from tracekit.cli.commands.mcp.roots import Roots
 from tracekit.errors import InputError
@@ -35,6 +34,10 @@ class RefusedError(Exception):
 @contextlib.asynccontextmanager
 async def client(*paths: Path) -> AsyncIterator[Ask]:
     """Yield a function that calls a tool and gives its answer, which is small enough to be read whole."""
+    from mcp import Client  # slow for each worker to import
+
+    from tracekit.cli.commands.mcp import server
+
     async with Client(server.build(Answers(Roots(paths)))) as connected:
 
         async def ask(tool: str, **arguments: Any) -> dict[str, Any]:
@@ -241,6 +244,8 @@ def test_an_answer_that_is_too_long_loses_ends_of_lists_and_counts_them(answer: 
 
 
 def test_a_process_serves_the_protocol_on_its_streams() -> None:
+    from mcp import Client, StdioServerParameters
+
     command = ["-m", "tracekit", "mcp", str(SAMPLES / "ci")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     parameters = StdioServerParameters(command=sys.executable, args=command, env=environment)

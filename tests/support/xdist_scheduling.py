@@ -37,6 +37,7 @@ LONG_FILES = (
     "tests/integration/test_record.py",
     "tests/integration/test_hostile_inputs.py",
     "tests/integration/test_stored_answers.py",
+    "tests/integration/test_verify_training.py",
     "tests/integration/test_missing_metadata.py",
     "tests/integration/test_odd_values.py",
     "tests/integration/test_record_to_url.py",
@@ -48,11 +49,10 @@ LONG_FILES = (
     "tests/integration/test_hostile_folder.py",
     "tests/integration/test_nsight.py",
     "tests/unit/dashboard/test_dashboard.py",
-    "tests/integration/test_run_being_written.py",
+    "tests/integration/test_hostile_names.py",
     "tests/integration/test_whatif.py",
     "tests/integration/test_trainers.py",
-    "tests/integration/test_widths.py",
-    "tests/integration/test_one_meaning.py",
+    "tests/unit/rules/test_registry.py",
     "tests/integration/test_hang_watch.py",
 )
 """Files with most CPU time, 15 s or more, in that order: one that began last would leave the other workers idle."""

@@ -8,10 +8,10 @@ import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
-import xmlschema
 from markdown_it import MarkdownIt
 
 from tests.browser import recorded
@@ -83,14 +83,14 @@ def test_a_folder_and_a_file_of_names_that_are_no_text_appear_in_every_format(tm
 
 
 @pytest.fixture(scope="module")
-def junit_schema() -> xmlschema.XMLSchema:
+def junit_schema() -> Any:
+    import xmlschema  # slow for each worker to import
+
     return xmlschema.XMLSchema(SCHEMAS / "junit-10.xsd")
 
 
 @every
-def test_junit_is_valid(
-    gates: Callable[[], list[CheckResult]], checkout: Checkout, junit_schema: xmlschema.XMLSchema
-) -> None:
+def test_junit_is_valid(gates: Callable[[], list[CheckResult]], checkout: Checkout, junit_schema: Any) -> None:
     junit_schema.validate(junit.render(gates(), checkout))
 
 
