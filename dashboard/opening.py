@@ -53,7 +53,7 @@ def _show_progress(entry: RunEntry, opening: FirstOpening[OpenRun]) -> None:
             ranks = units.count(steps["rank"].n_unique(), "rank")
             caption.caption(f"Where the time goes on the {ranks} read so far; findings follow")
             with figure.container():
-                widgets.chart(charts.breakdown(steps), key=f"breakdown-{read}", download=False)
+                widgets.chart(charts.breakdown(steps), key=f"breakdown-{entry.name}-{read}", download=False)
             drawn_traces = read
 
 

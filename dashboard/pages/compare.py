@@ -3,9 +3,10 @@
 import contextlib
 from collections.abc import Sequence
 
+import polars as pl
 import streamlit as st
 
-from dashboard import downloads, run_store, widgets
+from dashboard import downloads, opening, run_store, widgets
 from dashboard.pages.page import Needs, Page
 from dashboard.run_entry import RunEntry
 from dashboard.run_store import regression
@@ -31,7 +32,7 @@ def show(entries: Sequence[RunEntry]) -> None:
         widgets.info("Pick one or more runs under 'Compare with' in the sidebar, or select several on the page Runs.")
         return
     headline = st.empty()
-    steps = [(entry, widgets.try_reading(entry, run_store.breakdown_by_step)) for entry in entries]
+    steps = [(entry, _read(entry)) for entry in entries]
     usable = [entry for entry, table in steps if table is not None]
     if len(usable) >= 2:
         by_size = _by_size(usable)
@@ -52,6 +53,16 @@ def show(entries: Sequence[RunEntry]) -> None:
         widgets.info(
             "None of these runs has a step to break down. Record with profiler.step() after each optimizer step."
         )
+
+
+def _read(entry: RunEntry) -> pl.DataFrame | None:
+    """Breakdown by step of a run, with all that comparisons read measured; None where it cannot be opened."""
+    run = opening.open_run(entry)
+    if run is None:
+        return None
+    with widgets.measuring(f"Measuring {widgets.plain(entry.name)}"):
+        run.measure_comparisons()
+    return run_store.breakdown_by_step(entry)
 
 
 def _headline(reference: RunEntry, candidates: Sequence[RunEntry]) -> Headline | None:

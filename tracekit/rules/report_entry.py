@@ -203,12 +203,11 @@ def read(file: BinaryIO, reader: Reader, path: str) -> tuple[Report, Mapping[str
         data_quality=_issues_with_names(data_quality, names),
         align=alignment.offsets,
     )
+    findings = [{name: _with_names(value, names) for name, value in fields.items()} for fields in content["findings"]]
+    rows = [_issues_with_names(table, names) for table in evidence]
     report = Report(
         run,
-        tuple(
-            _finding({name: _with_names(value, names) for name, value in fields.items()}, _issues_with_names(rows, names))
-            for fields, rows in zip(content["findings"], evidence, strict=True)
-        ),
+        tuple(map(_finding, findings, rows)),
         tuple(content["notes"]),
         tuple(Input(**fields | {"path": new_name(fields["path"])}) for fields in content["inputs"]),
         content["tool_version"],
