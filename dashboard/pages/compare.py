@@ -40,7 +40,7 @@ def show(entries: Sequence[RunEntry]) -> None:
             widgets.headline(_scaling_headline(by_size) if by_size else _headline(usable[0], usable[1:]))
         if by_size:
             _scaling(by_size)
-        _differences(usable[0], usable[1:])
+        _differences(usable[0], usable[1:], is_stated=not by_size and len(usable) == 2)
         candidate = _choose_candidate(usable[1:])
         _call_changes(usable[0], candidate)
         _step_change(usable[0], candidate)
@@ -76,7 +76,7 @@ def _headline(reference: RunEntry, candidates: Sequence[RunEntry]) -> Headline |
         return None
     compared, change = max(changes, key=lambda pair: abs(pair[1].change or 0.0))
     text = comparison.with_minus_signs(step_verdict.headline(compared))
-    return Headline(text[:1].upper() + text[1:], status=html_fragments.change_status(compared, change))
+    return Headline(text, status=html_fragments.change_status(compared, change))
 
 
 def _by_size(entries: Sequence[RunEntry]) -> ScalingComparison | None:
@@ -109,7 +109,8 @@ def _scaling(compared: ScalingComparison) -> None:
     widgets.note("; ".join(compared.notes))
 
 
-def _differences(reference: RunEntry, candidates: Sequence[RunEntry]) -> None:
+def _differences(reference: RunEntry, candidates: Sequence[RunEntry], *, is_stated: bool) -> None:
+    """Show what differs; `is_stated` says that the headline of the page has the sentence on the only candidate."""
     widgets.subheader(f"Compared with {widgets.plain(reference.name)}")
     comparisons: list[Comparison] = []
     for entry in candidates:
@@ -118,7 +119,9 @@ def _differences(reference: RunEntry, candidates: Sequence[RunEntry]) -> None:
         except NotComparableError as error:
             widgets.problem(str(error))
         else:
-            widgets.html(html_fragments.comparison_verdict(comparisons[-1], regression.check(reference, entry)))
+            heading = entry.name if is_stated and comparisons[-1].step is not None else ""
+            gate = regression.check(reference, entry)
+            widgets.html(html_fragments.comparison_verdict(comparisons[-1], gate, heading=heading))
     differences = list(dict.fromkeys(note for compared in comparisons for note in compared.differences))
     widgets.note("; ".join(differences[:MAX_DIFFERENCES]))
     if comparisons:
@@ -201,8 +204,6 @@ def _step_change(reference: RunEntry, candidate: RunEntry) -> None:
     colours = [step_verdict.colour_verdict(changed.compared, Verdict(verdict)) for verdict in verdicts]
     classes = [[*("" for _ in header[1:]), colour.value] for colour in colours]
     right = [column in cells.numbers for column in range(len(header))]
-    text = comparison.with_minus_signs(step_verdict.headline(changed.compared))
-    st.markdown(widgets.plain(text[:1].upper() + text[1:]))
     widgets.html(escaping.html_table(header, rows, right=right, classes=classes))
     downloads.table(changed.rows, key="step_change")
     widgets.caption(
