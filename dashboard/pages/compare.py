@@ -57,7 +57,7 @@ def show(entries: Sequence[RunEntry]) -> None:
 
 def _read(entry: RunEntry) -> pl.DataFrame | None:
     """Breakdown by step of a run, with all that comparisons read measured; None where it cannot be opened."""
-    run = opening.open_run(entry)
+    run = opening.open_run(entry, lambda name, about: st.caption(f"{widgets.plain(name)}: {widgets.plain(about)}"))
     if run is None:
         return None
     with widgets.measuring(f"Measuring {widgets.plain(entry.name)}"):
