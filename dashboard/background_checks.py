@@ -62,15 +62,21 @@ class BackgroundChecks:
                 self._errors.pop(entry.stamp, None)
                 self._checked.discard(entry.stamp)
 
+    def request_comparisons(self, entries: Sequence[RunEntry]) -> None:
+        """Measure what comparisons read, too, of those runs that the command line has checked without it."""
+        with self._lock:
+            self._requested.update(entry.stamp for entry in entries if entry.summary is not None and _is_small(entry))
+
     def is_due(self, entry: RunEntry) -> bool:
         """Whether a run is checked without a further request."""
-        is_small = entry.size_bytes <= MAX_BYTES and not object_storage.is_url(entry.path)
+        is_requested = entry.stamp in self._requested
+        is_unchecked = entry.summary is None or (is_requested and not entry.has_comparisons)
         return (
-            entry.summary is None
+            is_unchecked
             and not entry.problem
             and not entry.is_live
             and entry.stamp not in self._checked
-            and (is_small or entry.stamp in self._requested)
+            and (is_requested or _is_small(entry))
         )
 
     @property
@@ -125,6 +131,10 @@ class BackgroundChecks:
             self._waiting.pop(entry.stamp, None)
             if error:
                 self._errors[entry.stamp] = error
+
+
+def _is_small(entry: RunEntry) -> bool:
+    return entry.size_bytes <= MAX_BYTES and not object_storage.is_url(entry.path)
 
 
 def _send(process: subprocess.Popen[str], entry: RunEntry | None) -> None:

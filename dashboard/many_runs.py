@@ -37,12 +37,12 @@ class _Run:
 
 def show(entries: Sequence[RunEntry]) -> None:
     """Draw the metrics of the checked runs among `entries` by a setting that a person chooses."""
-    checked = [entry for entry in entries if entry.summary is not None and not entry.problem]
+    checked = [entry for entry in entries if entry.has_comparisons and not entry.problem]
     newest = sorted(checked, key=lambda entry: entry.created_ns or 0)[-MAX_DRAWN:]
     runs = _read(newest)
     _left_out(sum(not entry.problem for entry in entries), len(checked), len(newest), len(runs))
     if not runs:
-        widgets.info("None of these runs is checked yet. The charts show each run when its check has ended.")
+        widgets.info("None of these runs is measured yet. The charts show each run when its check has ended.")
         return
     keys = _keys(runs)
     group_column, metrics_column = st.columns([1, 2])
@@ -83,7 +83,7 @@ def _own_settings(entry: RunEntry, metrics: RunMetrics) -> dict[str, str]:
 
 
 def _left_out(listed: int, checked: int, newest: int, drawn_count: int) -> None:
-    parts = [f"{listed - checked:,} of {listed:,} listed runs are not checked yet"] if checked < listed else []
+    parts = [f"{listed - checked:,} of {listed:,} listed runs are not measured yet"] if checked < listed else []
     parts += [f"only the newest {newest:,} are drawn"] if newest < checked else []
     parts += [f"{newest - drawn_count:,} changed since they were checked"] if drawn_count < newest else []
     widgets.caption(

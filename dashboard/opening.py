@@ -1,5 +1,7 @@
 """Opens a run for a page; while it is read and checked for the first time, shows what is known so far."""
 
+from collections.abc import Callable
+
 import streamlit as st
 
 from dashboard import run_store, sharing, widgets
@@ -17,12 +19,15 @@ _OPENED = "opened_paths"
 """Key of the paths of the runs that this session has opened."""
 
 
-def open_run(entry: RunEntry) -> OpenRun | None:
-    """Return the run, or show why it cannot be opened and return None."""
-    return widgets.try_reading(entry, _open_run)
+def open_run(entry: RunEntry, heading: Callable[[str, str], None] = widgets.title) -> OpenRun | None:
+    """Return the run, or show why it cannot be opened and return None.
+
+    `heading` shows the name of the run, and what is known about it, above the progress of its first opening.
+    """
+    return widgets.try_reading(entry, lambda entry: _open_run(entry, heading))
 
 
-def _open_run(entry: RunEntry) -> OpenRun:
+def _open_run(entry: RunEntry, heading: Callable[[str, str], None]) -> OpenRun:
     opened_paths: set[str] = st.session_state.setdefault(_OPENED, set())
     opening = run_store.start_opening(entry)
     # A page that follows a recording shows what it showed before until the new trace is read.
@@ -30,17 +35,17 @@ def _open_run(entry: RunEntry) -> OpenRun:
     if opening is not None and not is_followed and not opening.has_ended(_SOON_S):
         place = st.empty()
         with sharing.pause(), place.container():
-            _show_progress(entry, opening)
+            _show_progress(entry, opening, heading)
         place.empty()
     opened = run_store.open_run(entry) if opening is None else opening.result()
     opened_paths.add(entry.path)
     return opened
 
 
-def _show_progress(entry: RunEntry, opening: FirstOpening[OpenRun]) -> None:
+def _show_progress(entry: RunEntry, opening: FirstOpening[OpenRun], heading: Callable[[str, str], None]) -> None:
     """Show the progress, and where the time of the ranks read so far goes, until the run is open."""
     about = (entry.strategy, f"model {entry.model}" if entry.model else "", units.size(entry.size_bytes))
-    widgets.title(entry.name, " · ".join(escaping.inert(part, _MAX_WORD) for part in about if part))
+    heading(entry.name, " · ".join(escaping.inert(part, _MAX_WORD) for part in about if part))
     bar, claims, caption, figure = st.empty(), st.empty(), st.empty(), st.empty()
     drawn_traces = 0
     while not opening.has_ended(_POLL_S):
@@ -53,7 +58,7 @@ def _show_progress(entry: RunEntry, opening: FirstOpening[OpenRun]) -> None:
             ranks = units.count(steps["rank"].n_unique(), "rank")
             caption.caption(f"Where the time goes on the {ranks} read so far; findings follow")
             with figure.container():
-                widgets.chart(charts.breakdown(steps), key=f"breakdown-{read}", download=False)
+                widgets.chart(charts.breakdown(steps), key=f"breakdown-{entry.name}-{read}", download=False)
             drawn_traces = read
 
 

@@ -45,6 +45,11 @@ class RunEntry:
     summary: Summary | None = None
     """The summary of its check; None if its current files were not checked."""
 
+    @property
+    def has_comparisons(self) -> bool:
+        """Whether it was checked and what comparisons of runs read was measured, too."""
+        return self.summary is not None and self.summary.has_comparisons
+
 
 def is_trace_by_name(name: str) -> bool:
     """Return whether a file is a trace by its name alone: a JSON file may be anything."""

@@ -3,10 +3,12 @@
 A widget whose choice belongs in the address takes its key from `dashboard.url_state`.
 """
 
+import contextlib
 import math
 import re
 import string
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -20,7 +22,8 @@ from dashboard import downloads, run_store, sharing, url_state
 from dashboard.run_entry import RunEntry
 from dashboard.run_store import LoadedRun
 from tracekit.errors import RuleError, TracekitError
-from tracekit.model import escaping, kernel_names
+from tracekit.model import escaping, kernel_names, units
+from tracekit.model.run import MeasuredTrace
 from tracekit.report import charts, html_fragments, phrases
 from tracekit.report.headlines import Headline
 
@@ -33,6 +36,8 @@ UPLOAD_NAMES = "upload_names"
 """The state with the names of uploaded files, as the person knows them, by their paths on the server."""
 MISSING = "—"
 FULL_NAME = "full name"
+_SOON_S = 0.5
+"""What is measured within this time shows no progress."""
 _MAX_WHOLE_NAME = 60
 """Tables without a longer name of a kernel show all names as they are."""
 MAX_PRESELECTED = 4
@@ -111,6 +116,29 @@ def try_reading(entry: RunEntry, read: Callable[[RunEntry], _T], doing: str = "R
     except (TracekitError, RuleError) as error:
         problem(f"{entry.name}: {error}")
         return None
+
+
+@contextlib.contextmanager
+def measuring(what: str = "Measuring") -> Iterator[None]:
+    """Show a spinner while the block measures a run; of what takes long, how many traces are measured."""
+    began_s, count, place = time.monotonic(), 0, None
+
+    def note(measured: MeasuredTrace) -> None:
+        nonlocal count, place
+        traces = len(measured.sources)
+        count = count % traces + 1  # there may be several passes
+        if time.monotonic() - began_s > _SOON_S:
+            place = place or st.empty()
+            place.progress(count / traces, f"{what}: {count:,} of {units.count(traces, 'trace')}")
+
+    token = run_store.on_trace.set(note)
+    try:
+        with st.spinner(what):
+            yield
+    finally:
+        run_store.on_trace.reset(token)
+        if place is not None:
+            place.empty()
 
 
 def snapshots_only(entry: RunEntry) -> None:

@@ -3,9 +3,10 @@
 import contextlib
 from collections.abc import Sequence
 
+import polars as pl
 import streamlit as st
 
-from dashboard import downloads, run_store, widgets
+from dashboard import downloads, opening, run_store, widgets
 from dashboard.pages.page import Needs, Page
 from dashboard.run_entry import RunEntry
 from dashboard.run_store import regression
@@ -31,7 +32,7 @@ def show(entries: Sequence[RunEntry]) -> None:
         widgets.info("Pick one or more runs under 'Compare with' in the sidebar, or select several on the page Runs.")
         return
     headline = st.empty()
-    steps = [(entry, widgets.try_reading(entry, run_store.breakdown_by_step)) for entry in entries]
+    steps = [(entry, _read(entry)) for entry in entries]
     usable = [entry for entry, table in steps if table is not None]
     if len(usable) >= 2:
         by_size = _by_size(usable)
@@ -39,7 +40,7 @@ def show(entries: Sequence[RunEntry]) -> None:
             widgets.headline(_scaling_headline(by_size) if by_size else _headline(usable[0], usable[1:]))
         if by_size:
             _scaling(by_size)
-        _differences(usable[0], usable[1:])
+        _differences(usable[0], usable[1:], is_stated=not by_size and len(usable) == 2)
         candidate = _choose_candidate(usable[1:])
         _call_changes(usable[0], candidate)
         _step_change(usable[0], candidate)
@@ -54,6 +55,16 @@ def show(entries: Sequence[RunEntry]) -> None:
         )
 
 
+def _read(entry: RunEntry) -> pl.DataFrame | None:
+    """Breakdown by step of a run, with all that comparisons read measured; None where it cannot be opened."""
+    run = opening.open_run(entry, lambda name, about: st.caption(f"{widgets.plain(name)}: {widgets.plain(about)}"))
+    if run is None:
+        return None
+    with widgets.measuring(f"Measuring {widgets.plain(entry.name)}"):
+        run.measure_comparisons()
+    return run_store.breakdown_by_step(entry)
+
+
 def _headline(reference: RunEntry, candidates: Sequence[RunEntry]) -> Headline | None:
     """Sentence on how the step time of the candidate that changed most compares with the reference."""
     changes = []
@@ -65,7 +76,7 @@ def _headline(reference: RunEntry, candidates: Sequence[RunEntry]) -> Headline |
         return None
     compared, change = max(changes, key=lambda pair: abs(pair[1].change or 0.0))
     text = comparison.with_minus_signs(step_verdict.headline(compared))
-    return Headline(text[:1].upper() + text[1:], status=html_fragments.change_status(compared, change))
+    return Headline(text, status=html_fragments.change_status(compared, change))
 
 
 def _by_size(entries: Sequence[RunEntry]) -> ScalingComparison | None:
@@ -98,7 +109,8 @@ def _scaling(compared: ScalingComparison) -> None:
     widgets.note("; ".join(compared.notes))
 
 
-def _differences(reference: RunEntry, candidates: Sequence[RunEntry]) -> None:
+def _differences(reference: RunEntry, candidates: Sequence[RunEntry], *, is_stated: bool) -> None:
+    """Show what differs; `is_stated` says that the headline of the page has the sentence on the only candidate."""
     widgets.subheader(f"Compared with {widgets.plain(reference.name)}")
     comparisons: list[Comparison] = []
     for entry in candidates:
@@ -107,7 +119,9 @@ def _differences(reference: RunEntry, candidates: Sequence[RunEntry]) -> None:
         except NotComparableError as error:
             widgets.problem(str(error))
         else:
-            widgets.html(html_fragments.comparison_verdict(comparisons[-1], regression.check(reference, entry)))
+            heading = entry.name if is_stated and comparisons[-1].step is not None else ""
+            gate = regression.check(reference, entry)
+            widgets.html(html_fragments.comparison_verdict(comparisons[-1], gate, heading=heading))
     differences = list(dict.fromkeys(note for compared in comparisons for note in compared.differences))
     widgets.note("; ".join(differences[:MAX_DIFFERENCES]))
     if comparisons:
@@ -190,8 +204,6 @@ def _step_change(reference: RunEntry, candidate: RunEntry) -> None:
     colours = [step_verdict.colour_verdict(changed.compared, Verdict(verdict)) for verdict in verdicts]
     classes = [[*("" for _ in header[1:]), colour.value] for colour in colours]
     right = [column in cells.numbers for column in range(len(header))]
-    text = comparison.with_minus_signs(step_verdict.headline(changed.compared))
-    st.markdown(widgets.plain(text[:1].upper() + text[1:]))
     widgets.html(escaping.html_table(header, rows, right=right, classes=classes))
     downloads.table(changed.rows, key="step_change")
     widgets.caption(

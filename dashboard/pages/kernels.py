@@ -50,7 +50,7 @@ def show(run: OpenRun) -> None:
         key = bind_several("kinds", tables.HOST_KINDS, _DEFAULT_KINDS)
         chosen_kinds = st.pills("Kinds of host slices", tables.HOST_KINDS, selection_mode="multi", key=key)
         kinds = tuple(chosen_kinds) or _DEFAULT_KINDS
-    with st.spinner("Adding up"):
+    with widgets.measuring("Adding up"):
         if level == KERNELS:
             table = run.cached_table(tables.kernels, by)
         else:
@@ -65,7 +65,7 @@ def show(run: OpenRun) -> None:
 def _show_modules(run: OpenRun, place: DeltaGenerator) -> None:
     """Draw what the modules of the model take, and list them."""
     measure = place.selectbox("Measure", tables.MODULE_MEASURES, key=_bind_measure(), format_func=_MEASURES.get)
-    with st.spinner("Adding up"):
+    with widgets.measuring("Adding up"):
         table = run.cached_table(tables.by_module)
     if not table["module"].count():
         widgets.info(
@@ -93,7 +93,7 @@ def _show_stacks(run: OpenRun, place: DeltaGenerator) -> None:
     kinds = tables.CALL_TREE_KINDS
     kind = place.segmented_control("Time of", kinds, key=_bind_time_of(run), required=True)
     try:
-        with st.spinner("Adding up"):
+        with widgets.measuring("Adding up"):
             tree = run.cached_table(tables.call_tree, kind)
     except InputError as error:
         widgets.info(widgets.plain(str(error)[:1].upper() + str(error)[1:]))
@@ -113,7 +113,7 @@ def _show_stacks(run: OpenRun, place: DeltaGenerator) -> None:
 def _show_roofline(run: OpenRun, place: DeltaGenerator) -> None:  # noqa: ARG001 the signature of a view
     """Draw how far calls are from what the device allows, and list them, the most time above that first."""
     roofs = _roofs(run)
-    with st.spinner("Adding up"):
+    with widgets.measuring("Adding up"):
         rows = run.cached_table(tables.rooflines_by_call)
     if rows.is_empty() or roofs["device"].n_unique() != 1:
         widgets.info(

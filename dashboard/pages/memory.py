@@ -97,7 +97,7 @@ def _show_trace(run: OpenRun, *, has_snapshots: bool) -> None:
     rank = choices.selectbox("Rank", ranks, key=bind("rank", ranks), width=160)
     windows = sorted(source.window for source in run.run.sources if source.rank == rank)
     window = widgets.choose_window(windows, choices)
-    with st.spinner("Measuring"):
+    with widgets.measuring():
         parts = memory.trace_tables(run, rank, window)
     devices = parts["peaks"].sort("device", nulls_last=True)["device"].to_list()
     if not devices:

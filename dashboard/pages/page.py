@@ -156,7 +156,7 @@ class Page:
 
     def _show(self, show: Callable[[Any], None], headline: Callable[[Any], Headline | None] | None, shown: Any) -> None:
         if headline is not None:
-            with st.spinner("Measuring"):
+            with widgets.measuring():
                 crashes.guard(
                     lambda of: widgets.headline(headline(of)),
                     f"the headline of the page {self.title}", _REST, headline.__module__,

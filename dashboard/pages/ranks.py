@@ -42,7 +42,7 @@ GAPS = {
 
 def show_waits(run: OpenRun) -> None:
     """Draw who waits for whom, over all steps and in the one that a person picks."""
-    with st.spinner("Measuring"):
+    with widgets.measuring():
         activity, offsets = run.table(tables.RANK_STATES), run.table(tables.CLOCK_OFFSETS)
     findings.show_families(run, "RANK")
     _stragglers(run)
@@ -194,7 +194,7 @@ def _stragglers(run: OpenRun) -> None:
 
 def show_exposed(run: OpenRun) -> None:
     """Draw how much communication is exposed, and why nothing computes."""
-    with st.spinner("Measuring"):
+    with widgets.measuring():
         has_collectives = not run.table(tables.COLLECTIVES).is_empty()
     findings.show_families(run, "COMM")
     if not has_collectives:

@@ -70,7 +70,8 @@ def _list(catalog: Catalog, views: Mapping[str, str]) -> None:
     if view == TABLE:
         _actions(matching, _table(matching), catalog)
     else:
-        _check_button(matching, catalog, st.columns([1, 3])[0])
+        catalog.checks.request_comparisons(matching)
+        _check_button([entry for entry in matching if not entry.has_comparisons], catalog, st.columns([1, 3])[0])
         many_runs.show(matching)
     _live([entry for entry in matching if entry.is_live])
 
@@ -213,7 +214,7 @@ def _actions(listed: Sequence[RunEntry], selected: Sequence[RunEntry], catalog: 
         by_age = sorted(selected, key=lambda entry: (entry.created_ns or 0, entry.name))
         names = [entry.name for entry in by_age]
         widgets.go_to("compare", run=names[0], compare=names[1:])
-    _check_button(selected or listed, catalog, columns[2])
+    _check_button([entry for entry in selected or listed if entry.summary is None], catalog, columns[2])
     st.caption(
         "Select a run by its check box to open it, or several to compare them. Runs are checked while this page is "
         "open; the findings are stored until the traces change."
@@ -221,12 +222,10 @@ def _actions(listed: Sequence[RunEntry], selected: Sequence[RunEntry], catalog: 
 
 
 def _check_button(entries: Sequence[RunEntry], catalog: Catalog, place: DeltaGenerator) -> None:
-    """Offer to check the runs that the background leaves out: large ones, those behind a URL, and those that failed."""
-    unchecked = [
-        entry for entry in entries if entry.summary is None and not entry.problem and not catalog.checks.is_due(entry)
-    ]
-    if unchecked and place.button(f"Check {units.count(len(unchecked), 'run')}", width="stretch"):
-        catalog.checks.request(unchecked)
+    """Offer to check those runs that the background leaves out: large ones, those behind a URL, those that failed."""
+    left_out = [entry for entry in entries if not entry.problem and not catalog.checks.is_due(entry)]
+    if left_out and place.button(f"Check {units.count(len(left_out), 'run')}", width="stretch"):
+        catalog.checks.request(left_out)
         catalog.forget()
         st.rerun()
 

@@ -77,7 +77,7 @@ def _run_query(run: OpenRun, text: str) -> None:
     st.session_state[_TRUSTED] = text
     result: pl.DataFrame | str
     try:
-        with st.spinner("Running the query"):
+        with widgets.measuring("Running the query"):
             result = run.query(text, timeout_s=TIMEOUT_S, memory_bytes=MEMORY_BYTES, max_rows=MAX_ROWS + 1)
     except TracekitError as error:
         result = str(error)

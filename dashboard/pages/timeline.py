@@ -100,9 +100,12 @@ def show(selection: Selection) -> None:
         widgets.title(entry.name, SNAPSHOTS_ONLY)
         widgets.snapshots_only(entry)
         return
-    head, right = st.columns([2, 1])  # above the choice of ranks, which opening a large run shows
+    listed = (*selection.runs[1:], *selection.catalog.listing().entries)
+    is_alone = all(other.name == entry.name for other in listed)
+    # Above the choice of ranks, which opening a large run shows; the title of a single run has the whole width.
+    head, right = (st.container(), st.container()) if is_alone else st.columns([2, 1])
     with right:
-        other = step_comparison.choose_run(entry, (*selection.runs[1:], *selection.catalog.listing().entries))
+        other = step_comparison.choose_run(entry, listed)
     opened = widgets.try_reading(entry, _open_run, "Opening the timeline of")
     if opened is None:
         return

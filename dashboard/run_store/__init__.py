@@ -10,6 +10,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,18 +20,19 @@ import streamlit as st
 
 from dashboard import run_catalog, settings
 from dashboard.run_entry import RunEntry
-from dashboard.run_store import first_opening, tables
+from dashboard.run_store import first_opening
 from dashboard.run_store.first_opening import FirstOpening
 from dashboard.run_store.tables import Table
+from tracekit.analysis.compute import efficiency
 from tracekit.analysis.time import breakdown
 from tracekit.cli.watch.run_watch import Watch
 from tracekit.cli.watch.training_state import TrainingState
 from tracekit.conventions import object_storage
 from tracekit.errors import InputError, RuleError
 from tracekit.ingest import loader
-from tracekit.model.run import Run
+from tracekit.model.run import OnTrace, Run
 from tracekit.model.trace import TraceFact
-from tracekit.regression import baseline, samples
+from tracekit.regression import baseline, samples, step_change
 from tracekit.report.headlines import Headline
 from tracekit.rules import engine, report_cache
 from tracekit.rules.rule import Report
@@ -46,11 +48,15 @@ MAX_QUERIES = 4
 """SQL queries of all sessions at a time: each may use a processor and its memory limit."""
 MAX_SHARED_TABLE_BYTES = 32 << 20
 """Larger tables are read from the run each time, which may have them on disk."""
-_FACTS: tuple[TraceFact, ...] = (breakdown.by_step, breakdown.by_rank, breakdown.extent, *baseline.FACTS, *tables.FACTS)
+_COMPARED_FACTS: tuple[TraceFact, ...] = (*baseline.FACTS, *step_change.FACTS, efficiency.by_step)
+"""What comparisons and charts of runs read. The command line does not measure it: see `OpenRun.measure_comparisons`."""
+_FACTS = (*report_cache.FACTS, *_COMPARED_FACTS)
 _RUN_FACTS = (samples.samples_across, breakdown.run_clock)
 _SEEN = "entries_seen"
 _NOT_MADE = object()
 _queries = threading.BoundedSemaphore(MAX_QUERIES)
+on_trace: ContextVar[OnTrace | None] = ContextVar("on_trace", default=None)
+"""What a page calls after each trace that is measured for it (`widgets.measuring`)."""
 _T = TypeVar("_T")
 queryable_tables = table_documents.all_documents
 
@@ -75,6 +81,10 @@ class OpenRun(LoadedRun):
     """The errors of rules that crashed, by code."""
     _results: dict[Hashable, object] = field(default_factory=dict)
     _measured: dict[Callable[[Run], object], object] = field(default_factory=dict)
+
+    def measure_comparisons(self) -> None:
+        """Measure what comparisons of runs read in one pass, if it was not measured when the run was checked."""
+        self.compute(lambda run: run.measure(_COMPARED_FACTS))
 
     def table(self, table: Table) -> pl.DataFrame:
         """Return a table of `run_store.tables`."""
@@ -118,7 +128,7 @@ class OpenRun(LoadedRun):
         """
         result = self._results.get(key, _NOT_MADE)
         if result is _NOT_MADE:
-            with self.lock:
+            with self._reading():
                 if key not in self._results:
                     new_result = make(self.run)
                     while len(self._results) >= MAX_RESULTS:
@@ -129,8 +139,13 @@ class OpenRun(LoadedRun):
 
     def compute(self, make: Callable[[Run], _T]) -> _T:
         """Result of `make` on the run, while no other thread reads it."""
-        with self.lock:
+        with self._reading():
             return make(self.run)
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        with self.lock, self.run.reporting(on_trace.get()):
+            yield
 
 
 def cached_per_run(*, max_entries: int, max_private: int = 1) -> Callable[[Callable[..., _T]], Callable[..., _T]]:
@@ -172,7 +187,7 @@ def is_checked_soon(entry: RunEntry) -> bool:
 
 
 def check(entry: RunEntry) -> None:
-    """Check a run and cache its report without keeping the run open. Raises TracekitError."""
+    """Check a run and store its report with what comparisons read; it is not kept open. Raises TracekitError."""
     refuse_links(entry)
     report_cache.report(entry.path, facts=_FACTS, surveys=_RUN_FACTS, settings=settings.read_settings())
 
@@ -258,6 +273,12 @@ def _watch(path: str) -> tuple[Watch, Any]:
     return Watch(Path(path)), threading.Lock()
 
 
+def _stored_report(entry: RunEntry) -> Report | None:
+    """Return the report that a check has stored, also one of the command line, which has no facts of comparisons."""
+    key = report_cache.run_key(entry.path, settings=settings.read_settings())
+    return None if key is None else report_cache.get(key, entry.path, settings.read_settings())
+
+
 def _opening_key(entry: RunEntry) -> Hashable:
     return "open", entry.path, stamp_seen(entry)
 
@@ -274,5 +295,7 @@ def _open_entry(entry: RunEntry) -> OpenRun:
         run = loader.load(entry.path, cache=False, settings=read_settings)
         return OpenRun(run, report=engine.check(run, facts=_FACTS, **callbacks), entry=entry, crashed_rules=crashed)
     refuse_links(entry)
-    report = report_cache.report(entry.path, facts=_FACTS, surveys=_RUN_FACTS, settings=read_settings, **callbacks)
+    report = _stored_report(entry) or report_cache.report(
+        entry.path, facts=_FACTS, surveys=_RUN_FACTS, settings=read_settings, **callbacks
+    )
     return OpenRun(report.run, report=report, entry=entry, crashed_rules=crashed)

@@ -9,7 +9,7 @@ import streamlit as st
 
 from dashboard import run_store
 from dashboard.run_entry import RunEntry
-from dashboard.run_store import cached_per_run
+from dashboard.run_store import OpenRun, cached_per_run
 from tracekit.analysis.host import call_trees
 from tracekit.errors import InputError, TracekitError
 from tracekit.model.run import Run
@@ -40,7 +40,7 @@ def compare(reference: RunEntry, candidate: RunEntry) -> Comparison:
 @cached_per_run(max_entries=MAX_COMPARISONS, max_private=MAX_COMPARISONS)
 def compare_calls(reference: RunEntry, candidate: RunEntry) -> Comparison:
     """Return the comparison with what the calls of the step changed by. Raises NotComparableError."""
-    a, b = run_store.open_run(reference), run_store.open_run(candidate)
+    a, b = _open(reference), _open(candidate)
     # In one order, so that two sessions do not wait for each other.
     first, second = sorted((a, b), key=lambda opened: opened.run.path)
     with first.lock, second.lock:
@@ -53,10 +53,10 @@ def sizes(*entries: RunEntry) -> ScalingComparison | None:
 
     Raises NotComparableError.
     """
-    first, *others = (run_store.open_run(entry).result_of(RunSize.of) for entry in entries)
+    first, *others = (_open(entry).result_of(RunSize.of) for entry in entries)
     if not any(size.differs(first) for size in others):
         return None
-    sides = [replace(run_store.open_run(entry).result_of(ScalingSide.of), name=entry.name) for entry in entries]
+    sides = [replace(_open(entry).result_of(ScalingSide.of), name=entry.name) for entry in entries]
     return scaling.compare_sizes(sides, allow_different=True)
 
 
@@ -70,7 +70,7 @@ def step_changes(reference: RunEntry, candidate: RunEntry) -> dict[str, StepChan
 @cached_per_run(max_entries=MAX_COMPARISONS, max_private=MAX_COMPARISONS)
 def check(reference: RunEntry, candidate: RunEntry) -> CheckResult | None:
     """Return a check of the candidate against the reference, for the root causes; None where it is impossible."""
-    a, b = run_store.open_run(reference), run_store.open_run(candidate)
+    a, b = _open(reference), _open(candidate)
     try:
         baseline = a.compute(lambda run: baselines.of_reports([(a.report, run)]))
         result = b.compute(lambda _: gate.judge(b.report, None, baseline=baseline, allow_different=True))
@@ -105,8 +105,15 @@ def _history(path: str, stamp: str) -> tuple[Group, ...]:  # noqa: ARG001  # the
     return trends.groups(store.read(Path(path)))
 
 
+def _open(entry: RunEntry) -> OpenRun:
+    """Return an open run with all that comparisons read, measured in one pass."""
+    opened = run_store.open_run(entry)
+    opened.measure_comparisons()
+    return opened
+
+
 def _samples(entry: RunEntry) -> RunSamples:
-    return run_store.open_run(entry).compute(lambda run: RunSamples.of(run, entry.name))
+    return _open(entry).compute(lambda run: RunSamples.of(run, entry.name))
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,12 +131,8 @@ def _call_trees(entry: RunEntry) -> _CallTrees:
                 trees[kind] = call_trees.call_tree(run, kind)
         return _CallTrees(trees, call_trees.steps(run))
 
-    return run_store.open_run(entry).compute(made)
+    return _open(entry).compute(made)
 
 
 def _run_steps(entry: RunEntry) -> RunSteps:
-    def measure(run: Run) -> RunSteps:
-        run.measure(step_change.FACTS)
-        return RunSteps.of(run, entry.name)
-
-    return run_store.open_run(entry).compute(measure)
+    return _open(entry).compute(lambda run: RunSteps.of(run, entry.name))

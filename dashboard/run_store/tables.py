@@ -7,7 +7,7 @@ import polars as pl
 
 from tracekit.analysis.checkpoint import save_stages, saves, stalls
 from tracekit.analysis.communication import collective_instances, exposed_communication, group_bandwidth
-from tracekit.analysis.compute import collective_contention, compute_gap_causes, contention, device_counters, efficiency
+from tracekit.analysis.compute import collective_contention, compute_gap_causes, contention, device_counters
 from tracekit.analysis.compute import kernels as kernel_totals
 from tracekit.analysis.host import call_trees, ops
 from tracekit.analysis.parallelism import (
@@ -90,11 +90,6 @@ WORK_KINDS, RECORD_CONTENTION = contention.KINDS, contention.RECORD
 
 MISSING_DATA = _across(contents.missing, trace_quality.data_quality, *contents.FACTS)
 CONTENTS, QUALITY_ISSUES = _per_trace(contents.contents), _per_trace(trace_quality.data_quality)
-
-FACTS: tuple[TraceFact, ...] = (
-    compute_gap_causes.communication_gap_time, contents.contents, ops.roofs, efficiency.by_step,
-)  # fmt: skip
-"""Facts of traces that pages draw and no rule reads: the check of a run measures them, too."""
 
 SAVES, SAVES_BY_RANK, SAVE_STAGES = _across(saves.by_save), _across(saves.by_rank), _across(saves.stages)
 SAVE_CRITICAL_PATH = _across(stalls.parts)

@@ -16,7 +16,7 @@ MAX_PAIRS = 500
 
 def show(run: OpenRun) -> None:
     """Draw which work ran concurrently with which other work, and what that cost."""
-    with st.spinner("Measuring"):
+    with widgets.measuring():
         pairs = run.table(tables.CONTENTION_PAIRS)
     if pairs.is_empty():
         return  # the headline says so

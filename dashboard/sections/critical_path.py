@@ -27,7 +27,7 @@ def choose(entry: RunEntry) -> CriticalPath | None:
         representative = run.result_of(tables.representative_step) or {}
         default = representative.get("step")
         step = st.selectbox("Step", steps, key=bind("step", steps, default), width=160) if steps else None
-        with st.spinner("Walking back from the end of the step"):
+        with widgets.measuring("Walking back from the end of the step"):
             return what_if.critical_path(run, step)
     except (TracekitError, RuleError) as error:
         widgets.caption(widgets.plain(f"The critical path is not shown: {error}"))

@@ -23,7 +23,7 @@ _CONTENTS = {
 
 def show(run: OpenRun) -> None:
     """Show how far the numbers of a run can be trusted, and what would improve them."""
-    with st.spinner("Measuring"):
+    with widgets.measuring():
         missing = run.table(tables.MISSING_DATA)
     widgets.subheader("Data-quality issues")
     issues = findings.of_families(run.report.findings, ("DATA",))

@@ -47,23 +47,40 @@ def check_runs(
 ) -> "list[tuple[Report, Run]]":
     """Return each run with its report and costs by replay, in the given order. Raises InputError if one is unusable.
 
-    `facts` are measured in the same pass. `settings` are those of `loader.load`. `executor` measures.
+    `facts` are measured in the same pass. `settings` are those of `loader.load`. `executor` measures. With `cache`, the
+    report by all rules with default thresholds is stored for the dashboard.
     """
     from tracekit.conventions.read_settings import NO_SETTINGS
     from tracekit.ingest import loader
-    from tracekit.rules import engine
+    from tracekit.rules import engine, report_cache
 
+    settings = settings or NO_SETTINGS
     reports = []
     with output.progress() as bar:
         for path in paths:
             _note(path, cache=cache)
-            run = loader.load(
-                path, on_progress=bar.on_file, cache=cache, settings=settings or NO_SETTINGS, executor=executor
-            )
+            key = _key_to_store(path, rules, settings) if cache else None
+            run = loader.load(path, on_progress=bar.on_file, cache=cache, settings=settings, executor=executor)
             measured = bar.trace_callback(len(run.sources))
-            reports.append((engine.check(run, rules, facts=facts, on_progress=measured), run))
+            report = engine.check(run, rules, facts=(*facts, *report_cache.FACTS), on_progress=measured)
+            if key is not None:
+                report_cache.store(key, report, path, settings, has_comparisons=False)
+            reports.append((report, run))
             _require_all_read(run)
     return reports
+
+
+def _key_to_store(path: str, rules: "Sequence[Rule]", settings: "ReadSettings") -> str | None:
+    """Return the key of a report that the dashboard reads; None for other rules, and where there is one already."""
+    from tracekit.conventions import object_storage
+    from tracekit.rules import report_cache
+    from tracekit.rules.registry import all_rules
+
+    is_default = tuple(rules) == tuple(rule() for rule in all_rules())
+    if not is_default or object_storage.is_url(path):  # a URL would be listed once more
+        return None
+    key = report_cache.run_key(path, settings=settings)
+    return key if key is not None and not report_cache.is_stored(key) else None
 
 
 def check_by_settings(

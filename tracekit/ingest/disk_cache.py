@@ -194,11 +194,12 @@ class DiskCache:
 
 def code_hash(root: Path, patterns: Iterable[str]) -> str:
     """Return the hash of source files: unlike a version number, nobody has to remember to change it."""
-    digest = hashlib.sha256()
+    digest, root_length = hashlib.sha256(), len(str(root)) + 1
     for pattern in patterns:
-        for file in sorted(root.glob(pattern)):
-            digest.update(f"{file.relative_to(root)}\0".encode())
-            digest.update(file.read_bytes())
+        for file in sorted(map(str, root.glob(pattern))):
+            digest.update(f"{file[root_length:]}\0".encode())
+            with open(file, "rb", buffering=0) as source:  # noqa: PTH123  commands hash 500 files: half the time
+                digest.update(source.read())
     return digest.hexdigest()
 
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -66,6 +67,7 @@ class Run:
         self._executor = executor or Threads()
         self._loaded = LoadedTraces(cache_bytes)
         self._tables = TableStore(fact_bytes)
+        self._on_progress: OnTrace | None = None
 
     @property
     def name(self) -> str:
@@ -149,9 +151,10 @@ class Run:
     def measure(self, facts: Iterable[TraceFact], on_progress: OnTrace | None = None) -> None:
         """Measure several facts in one pass over the traces; `table` then returns them from the cache.
 
-        `on_progress` is called after each trace. The run's executor decides how many traces are read at a time. Raises
-        BadTraceError if no trace can be read.
+        `on_progress` is called after each trace, by default that of `reporting`. The run's executor decides how many
+        traces are read at a time. Raises BadTraceError if no trace can be read.
         """
+        on_progress = on_progress or self._on_progress
         missing = [fact for fact in dict.fromkeys(facts) if not self._tables.take(fact)]
         if not missing:
             return
@@ -167,6 +170,15 @@ class Run:
             if on_progress:
                 on_progress(MeasuredTrace(source, dict(zip(missing, measured.tables, strict=False)), sources))
         collector.finish(time.monotonic() - began_s)
+
+    @contextmanager
+    def reporting(self, on_progress: OnTrace | None) -> Iterator[None]:
+        """Call `on_progress` after each trace that is measured within the block, whatever needs it."""
+        before, self._on_progress = self._on_progress, on_progress
+        try:
+            yield
+        finally:
+            self._on_progress = before
 
     def scan(self, fact: TraceFact) -> pl.LazyFrame:
         """Return a fact of every trace to select from: as `table`, but not all of it has to fit in memory."""

@@ -281,6 +281,8 @@ def decide(step: Change, parts: Sequence[Contribution], disturbance: Disturbance
     is_explained = is_fastest or (disturbance.is_disturbed and all(piece.certain_ns * bound > 0 for piece in certain))
     if not is_towards and not is_explained:
         return step
+    if is_towards and not is_fastest:  # the interval is that of the measured change, which it contains
+        center, bound = step.change, min(bound, step.change, key=abs)
     low, high = sorted((bound, max(2 * center - bound, 2 * bound, key=abs)))
     verdict = Verdict.WORSE if bound > 0 else Verdict.BETTER
     return replace(step, low=low, high=high, is_certain=True, verdict=verdict, more_samples=0, more_recordings=0)

@@ -59,6 +59,7 @@ def decide(
     center, certain = separation.net_ratio(grows=growth > 0)
     if min(abs(growth), abs(center)) < min_ratio or center * growth < 0 or not certain:
         return changes, ()
+    certain = min(certain, growth, key=abs)  # the interval contains the measured change
     low, high = sorted((certain, max(2 * growth - certain, 2 * certain, key=abs)))
     verdict = Verdict.WORSE if growth > 0 else Verdict.BETTER
     decided = replace(

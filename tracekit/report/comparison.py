@@ -211,17 +211,25 @@ def _change(change: Change) -> str:
 
 
 def _interval(change: Change) -> str:
-    """Return the interval of a change; only the bound that says something, where the other one is far away."""
+    """Return the interval of a change; only the bound that says something, where the other one is far away.
+
+    It excludes the measured change where it is of the fastest calls, as other programs have disturbed the others.
+    """
     if change.low is None or change.high is None:
         return "—"
-    is_open = change.high > _MAX_SHOWN_CHANGE and not metric_of(change.metric).is_share
+    is_measured = change.change is None or change.low <= change.change <= change.high
+    return _bounds(change, change.low, change.high) + ("" if is_measured else " without other programs")
+
+
+def _bounds(change: Change, low: float, high: float) -> str:
+    is_open = high > _MAX_SHOWN_CHANGE and not metric_of(change.metric).is_share
     if not is_open and not _is_absolute(change):
-        return f"{_percent(change.low)} to {_percent(change.high)}{_unit(change)}"
-    if change.low <= _MIN_SHOWN_CHANGE:
+        return f"{_percent(low)} to {_percent(high)}{_unit(change)}"
+    if low <= _MIN_SHOWN_CHANGE:
         return "—"
-    if _is_absolute(change) and change.low > 0:
-        return f"at least +{metric_of(change.metric).text(change.low * change.reference)}"
-    return f"at least {_percent(change.low)}%"
+    if _is_absolute(change) and low > 0:
+        return f"at least +{metric_of(change.metric).text(low * change.reference)}"
+    return f"at least {_percent(low)}%"
 
 
 def _is_absolute(change: Change) -> bool:

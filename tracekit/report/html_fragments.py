@@ -85,13 +85,17 @@ def data_quality(findings: Sequence[Finding]) -> str:
     return escaping.fragment("data_quality", False, f"because {first.message}{more}")
 
 
-def comparison_verdict(compared: Comparison, gate: CheckResult | None) -> str:
-    """Comparison of a run with another in a coloured box: step time, other changes, the likely cause."""
+def comparison_verdict(compared: Comparison, gate: CheckResult | None, *, heading: str = "") -> str:
+    """Comparison of a run with another in a coloured box: step time, other changes, the likely cause.
+
+    `heading` is in place of the sentence on the step time where that stands above already.
+    """
     by_metric = {change.metric: change for change in compared.changes}
     first = by_metric.get("step_time_ns") or next(iter(by_metric.values()))
     change = comparison.change_text(first)
     by_metric_text = f"{compared.candidate}: {comparison.label(first.metric)} {change}: {first.verdict.value}"
-    headline = comparison.with_minus_signs(step_verdict.headline(compared) or by_metric_text)
+    sentence = step_verdict.headline(compared) or by_metric_text
+    headline = heading or comparison.with_minus_signs(sentence)
     other_changes = [change for change in compared.changes if change is not first]
     metrics = []
     for verdict in (Verdict.WORSE, Verdict.BETTER):

@@ -3,8 +3,9 @@
 `report` returns the result of `loader.load` and `engine.check` with default thresholds, cached across processes; its
 run reads a trace only if a page needs a table that was not measured. `summary` returns the part for a list of runs.
 
-The dashboard uses this cache; the command line stores what it printed (`tracekit.cli.question`). Both depend on the
-states of the files that were read (size, times, and the real path of a link), on the code and on the rules.
+The dashboard uses this cache, and `tracekit check` fills it, too; the command line itself is answered by what it
+printed (`tracekit.cli.question`). Both depend on the states of the files that were read (size, times, and the real path
+of a link), on the code and on the rules.
 """
 
 import dataclasses
@@ -12,6 +13,7 @@ import functools
 import hashlib
 import importlib
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,10 +24,12 @@ import numpy as np
 import polars as pl
 
 from tracekit import conventions
+from tracekit.analysis.compute import compute_gap_causes
+from tracekit.analysis.host import ops
+from tracekit.analysis.time import breakdown
 from tracekit.conventions import object_storage
 from tracekit.conventions.read_settings import NO_SETTINGS, ReadSettings
 from tracekit.errors import InputError, RuleError
-from tracekit.executors.processes import ProcessesPerPass
 from tracekit.ingest import disk_cache, file_states, files, loader, readers
 from tracekit.ingest.disk_cache import DiskCache
 from tracekit.ingest.file_states import FileState, FileStates
@@ -39,6 +43,10 @@ from tracekit.rules.registry import RULES, all_rules
 from tracekit.rules.report_entry import Summary
 from tracekit.rules.rule import Report
 
+FACTS: tuple[TraceFact, ...] = (
+    breakdown.by_rank, breakdown.extent, compute_gap_causes.communication_gap_time, ops.roofs,
+)  # fmt: skip
+"""Facts of traces that reports and pages draw and no rule reads: every check that is stored measures them, too."""
 MIN_MEASURED_S = 0.2
 """A table that takes less is measured again: reading it would save little, and each is a file."""
 MAX_TABLE_BYTES = 128 << 20
@@ -56,16 +64,20 @@ def report(
     on_rule: engine.OnRule | None = None,
     on_crash: Callable[[str, RuleError], None] | None = None,
 ) -> Report:
-    """Return the report of a run by all rules with default thresholds, from the cache if it is there.
+    """Return the report of a run by all rules with default thresholds, from the cache if it is there with `facts`.
 
-    Its run has measured `facts` and `surveys`, and the facts of all rules; `settings` are as in `loader.load`,
-    the callbacks as in `engine.check`. A report without a rule that crashed is not stored. Raises the errors of both.
+    Its run has measured `facts`, the facts by which runs are compared among them, and `surveys`, and the facts of all
+    rules. Of a report that was stored by `store` alone, only what is missing is measured. `settings` are as in
+    `loader.load`, the callbacks as in `engine.check`. A report without a rule that crashed is stored. Raises the errors
+    of both.
     """
     key = run_key(path, settings=settings)
     cached = get(key, path, settings) if key is not None else None
-    if cached is not None:
+    if cached is not None and key is not None and has_comparisons(key):
         return cached
-    run = loader.load(path, settings=settings, executor=ProcessesPerPass())
+    from tracekit.executors.processes import ProcessesPerPass  # takes 10 ms, which commands that only store save
+
+    run = cached.run if cached is not None else loader.load(path, settings=settings, executor=ProcessesPerPass())
     crashed: list[str] = []
 
     def note(code: str, error: RuleError) -> None:
@@ -77,13 +89,8 @@ def report(
     new_report = engine.check(run, facts=facts, on_progress=on_progress, on_rule=on_rule, on_crash=note)
     for survey in surveys:
         run.table(survey)
-    if (
-        not crashed and key is not None and run_key(path, settings=settings) == key
-    ):  # else the run changed while it was read
-        put(key, new_report)
-        run.use_cache(
-            _MeasuredTables(DiskCache.of_user("reports"), key, {}, _LazyRun(path, key, settings).is_unchanged)
-        )
+    if not crashed and key is not None:
+        store(key, new_report, path, settings)
     return new_report
 
 
@@ -120,24 +127,23 @@ def remote_states(listed: Iterable[RemoteFile], url: str) -> FileStates | None:
 
 
 def run_key(path: str, known_states: FileStates | None = None, settings: ReadSettings = NO_SETTINGS) -> str | None:
-    """Return the key of a run's report; None if it cannot be cached.
+    """Return the key of a run's report, however its path is written; None if it cannot be cached.
 
     `settings` are as in `loader.load`. Raises InputError if a URL cannot be listed.
     """
     states = run_states(path) if known_states is None else known_states
     if states is None:
         return None
-    # The report's file names depend on how the run's path was written.
-    absolute = path if object_storage.is_url(path) else str(Path(path).absolute())
-    text = repr((_code_hash(), path, absolute, states.stamp, settings))
+    real_path = path if object_storage.is_url(path) else os.path.realpath(path)
+    text = repr((_code_hash(), real_path, states.stamp, settings))
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def get(key: str, path: str, settings: ReadSettings = NO_SETTINGS) -> Report | None:
-    """Return the report stored under `key` of the run at `path`; None if there is no valid one."""
+    """Return the report stored under `key` of the run at `path`, whose files it names so; None without a valid one."""
     run = _LazyRun(path, key, settings)
     reports = DiskCache.of_user("reports")
-    stored = reports.get(key, lambda file: report_entry.read(file, run.reader))
+    stored = reports.get(key, lambda file: report_entry.read(file, run.reader, object_storage.shown(path)))
     if stored is None:
         return None
     report, numbers = stored
@@ -145,9 +151,34 @@ def get(key: str, path: str, settings: ReadSettings = NO_SETTINGS) -> Report | N
     return report
 
 
-def put(key: str, report: Report) -> None:
+def is_stored(key: str) -> bool:
+    """Whether there is a report under `key`."""
+    return DiskCache.of_user("reports").path(key).exists()
+
+
+def has_comparisons(key: str) -> bool:
+    """Whether a report is stored under `key` with the facts by which runs are compared."""
+    stored = DiskCache.of_user("reports").get(key, report_entry.read_summary)
+    return stored is not None and stored.has_comparisons
+
+
+def store(
+    key: str, report: Report, path: str, settings: ReadSettings = NO_SETTINGS, *, has_comparisons: bool = True
+) -> None:
+    """Store a report under `key` with the tables of its run, unless files of the run have changed since that key.
+
+    `has_comparisons` states whether these are also the facts by which runs are compared.
+    """
+    lazy_run = _LazyRun(path, key, settings)
+    if lazy_run.is_unchanged():
+        put(key, report, has_comparisons=has_comparisons)
+        report.run.use_cache(_MeasuredTables(DiskCache.of_user("reports"), key, {}, lazy_run.is_unchanged))
+
+
+def put(key: str, report: Report, *, has_comparisons: bool = True) -> None:
     """Store a report; one that cannot be serialized is not stored."""
-    DiskCache.of_user("reports").put(key, partial(report_entry.write, report), unless=report_entry.UNSERIALIZABLE)
+    write = partial(report_entry.write, report, has_comparisons=has_comparisons)
+    DiskCache.of_user("reports").put(key, write, unless=report_entry.UNSERIALIZABLE)
 
 
 class _LazyRun:

@@ -11,7 +11,8 @@ import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
+from pathlib import Path, PurePath
 from typing import Any, BinaryIO
 
 import msgspec
@@ -77,10 +78,12 @@ class Summary:
     """Whether the traces contain kernels, or operators on a CPU run."""
     has_memory: bool = True
     """Whether the traces contain memory events, or the run has saves of checkpoints."""
+    has_comparisons: bool = True
+    """Whether the facts by which runs are compared were measured, too, not only those that a check needs."""
 
 
-def summarize(report: Report) -> Summary:
-    """Return the summary of a report; its run's facts have been measured."""
+def summarize(report: Report, *, has_comparisons: bool = True) -> Summary:
+    """Return the summary of a report; its run's facts have been measured, also those of comparisons where stated."""
     findings = [finding for finding in report.findings if not is_data_quality(finding.code)]
     issues = [issue for issue in report.findings if is_data_quality(issue.code) and issue.severity > Severity.INFO]
     steps, worst = breakdown.step_times(report.run), costliest(findings)
@@ -102,20 +105,38 @@ def summarize(report: Report) -> Summary:
         impacts,
         not report.run.table(breakdown.by_rank).is_empty(),
         not all(table.is_empty() for table in memory_tables),
+        has_comparisons,
     )
 
 
-def write(report: Report, file: BinaryIO) -> None:
-    """Write a report, its summary, and the facts of its run."""
-    tables: dict[str, memoryview] = {}
+def write(report: Report, file: BinaryIO, *, has_comparisons: bool = True) -> None:
+    """Write a report, its summary, and the facts of its run, as many as fit into `MAX_BYTES`, the smallest first."""
+    line = json.dumps(dataclasses.asdict(summarize(report, has_comparisons=has_comparisons))).encode()
+    file.write(b"%08x %s\n" % (zlib.crc32(line), line))
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        names = _write_facts(report.run.measured_tables, archive)
+        archive.writestr(_REPORT, json.dumps(_content(report, names)))
+        archive.writestr(_DATA_QUALITY, _pack(report.run.data_quality))
+        for number, finding in enumerate(report.findings):
+            archive.writestr(f"evidence{number}.arrow", _pack(finding.evidence))
+
+
+def _write_facts(tables: Mapping[str, pl.DataFrame], archive: zipfile.ZipFile) -> list[str]:
+    """Write tables, the smallest first, as many as fit into `MAX_BYTES`; return their names in this order."""
+    names: list[str] = []
     left_bytes = MAX_BYTES
-    for name, table in sorted(report.run.measured_tables.items(), key=lambda item: int(item[1].estimated_size())):
+    for name, table in sorted(tables.items(), key=lambda item: int(item[1].estimated_size())):
         packed = _pack(table)
         left_bytes -= len(packed)
         if left_bytes < 0:
             break
-        tables[name] = packed
-    content = {
+        archive.writestr(_FACT.format(len(names)), packed)
+        names.append(name)
+    return names
+
+
+def _content(report: Report, fact_names: Sequence[str]) -> dict[str, Any]:
+    return {
         "path": report.run.path,
         "manifest": report.run.manifest,
         "sources": [[source.rank, source.window, source.path, source.size_bytes] for source in report.run.sources],
@@ -125,17 +146,8 @@ def write(report: Report, file: BinaryIO) -> None:
         "tool_version": report.tool_version,
         "rules": report.rules,
         "blind_spots": dict(report.blind_spots),
-        "facts": list(tables),
+        "facts": fact_names,
     }
-    line = json.dumps(dataclasses.asdict(summarize(report))).encode()
-    file.write(b"%08x %s\n" % (zlib.crc32(line), line))
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-        archive.writestr(_REPORT, json.dumps(content))
-        archive.writestr(_DATA_QUALITY, _pack(report.run.data_quality))
-        for number, finding in enumerate(report.findings):
-            archive.writestr(f"evidence{number}.arrow", _pack(finding.evidence))
-        for number, packed in enumerate(tables.values()):
-            archive.writestr(_FACT.format(number), packed)
 
 
 def write_table(table: pl.DataFrame, file: BinaryIO) -> None:
@@ -171,24 +183,33 @@ def read_summary(file: BinaryIO) -> Summary:
     return msgspec.convert(json.loads(line), Summary)
 
 
-def read(file: BinaryIO, reader: Reader) -> tuple[Report, Mapping[str, int]]:
+def read(file: BinaryIO, reader: Reader, path: str) -> tuple[Report, Mapping[str, int]]:
     """Return the report of an entry, and the numbers of its facts by name. Raises if the entry is damaged.
 
-    Its run reads traces with `reader`.
+    Its run reads traces with `reader`. The run and its files are named as if it had been loaded from `path`, however
+    that was written when the entry was.
     """
     with zipfile.ZipFile(file) as archive:
         content = json.loads(archive.read(_REPORT))
         data_quality = _table(archive, _DATA_QUALITY)
         evidence = [_table(archive, f"evidence{number}.arrow") for number in range(len(content["findings"]))]
-    sources = [Source(r, w, path, size, reader(w, r, path)) for r, w, path, size in content["sources"]]
+    new_name = partial(_renamed, written=content["path"], now=path)
+    sources = [(rank, window, new_name(file), size) for rank, window, file, size in content["sources"]]
+    names = {file: new_name(file) for file in data_quality["path"].drop_nulls().unique() if new_name(file) != file}
     run = Run(
-        content["path"], sources, manifest=content["manifest"], data_quality=data_quality, align=alignment.offsets
+        path,
+        [Source(rank, window, file, size, reader(window, rank, file)) for rank, window, file, size in sources],
+        manifest=content["manifest"],
+        data_quality=_issues_with_names(data_quality, names),
+        align=alignment.offsets,
     )
+    findings = [{name: _with_names(value, names) for name, value in fields.items()} for fields in content["findings"]]
+    rows = [_issues_with_names(table, names) for table in evidence]
     report = Report(
         run,
-        tuple(_finding(fields, rows) for fields, rows in zip(content["findings"], evidence, strict=True)),
+        tuple(map(_finding, findings, rows)),
         tuple(content["notes"]),
-        tuple(Input(**fields) for fields in content["inputs"]),
+        tuple(Input(**fields | {"path": new_name(fields["path"])}) for fields in content["inputs"]),
         content["tool_version"],
         rules=tuple(content["rules"]),
         blind_spots=content["blind_spots"],
@@ -200,6 +221,28 @@ def read_fact(number: int, file: BinaryIO) -> pl.DataFrame:
     """Return the table of one fact of an entry. Raises if the entry is damaged."""
     with zipfile.ZipFile(file) as archive:
         return _table(archive, _FACT.format(number))
+
+
+def _renamed(path: str, written: str, now: str) -> str:
+    """Path of a file of the run `now`, whose path was `written` in another way when it was checked."""
+    if written == now or not PurePath(path).is_relative_to(written):
+        return path
+    return str(PurePath(now) / PurePath(path).relative_to(written))
+
+
+def _with_names(value: Any, names: Mapping[str, str]) -> Any:
+    """Field of a finding; a text has the new names of files in place of the old ones."""
+    if isinstance(value, str):
+        for old, new in names.items():
+            value = value.replace(old, new)
+    return value
+
+
+def _issues_with_names(table: pl.DataFrame, names: Mapping[str, str]) -> pl.DataFrame:
+    """Issues of files with the new names of these; other tables are returned as they are."""
+    if not names or not {"path", "message"} <= set(table.columns):
+        return table
+    return table.with_columns(pl.col("path").replace(names), pl.col("message").str.replace_many(names))
 
 
 def _as_dict(finding: Finding) -> dict[str, Any]:
@@ -225,9 +268,9 @@ def _with_cause(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _pack(table: pl.DataFrame) -> memoryview:
     out = io.BytesIO()
-    table.write_ipc(out, compression="zstd")
+    table.write_ipc_stream(out, compression="zstd")  # for a small table four times as fast as the file format
     return out.getbuffer()
 
 
 def _table(archive: zipfile.ZipFile, name: str) -> pl.DataFrame:
-    return pl.read_ipc(io.BytesIO(archive.read(name)))
+    return pl.read_ipc_stream(io.BytesIO(archive.read(name)))

@@ -15,6 +15,7 @@ from tracekit.regression.contributions import REST, PartPlaces
 from tracekit.regression.samples import SAMPLE_COLUMNS
 from tracekit.regression.thresholds import Verdict
 from tracekit.report import step_verdict
+from tracekit.report.comparison import change_text
 
 Parts = Mapping[str, float]
 STEP: Parts = {"compute/gemm": 60, "compute/norm": 15, "communication/all_reduce": 10, "launch/gemm": 5, "data/": 1}
@@ -193,6 +194,13 @@ def test_what_takes_longer_in_every_call_is_decided_whatever_the_load(
         (reason,) = step_verdict.reasons(comparison)
         assert (reason.kind, reason.parts[0].name) == (kind, name)
         assert total(comparison) == step_verdict.step_total(comparison.step)
+        low, change, high = comparison.step.low, comparison.step.change, comparison.step.high
+        assert low is not None
+        assert change is not None
+        assert high is not None
+        is_measured = low <= change <= high
+        assert is_measured or comparison.fastest_ns is not None  # the interval is of the fastest calls
+        assert change_text(comparison.step).endswith("without other programs)") is not is_measured
         if comparison.fastest_ns is not None:
             assert reason.change_ns == sign * 70_000_000
             assert reason.low_ns is not None

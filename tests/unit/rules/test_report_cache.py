@@ -302,7 +302,7 @@ def test_any_finding_is_restored_exactly(tmp_path_factory, findings, notes, mani
     with path.open("wb") as file:
         report_entry.write(report, file)
     with path.open("rb") as file:
-        _same(report_entry.read(file, lambda *_: lambda: trace)[0], report)
+        _same(report_entry.read(file, lambda *_: lambda: trace, "r")[0], report)
 
 
 # Changes --------------------------------------------------------------------------------------------------------------
@@ -350,11 +350,43 @@ def test_a_report_cached_before_a_change_is_not_used_after_it(run):
     assert not _is_cached(report_cache.report(str(run)))
 
 
-def test_the_key_depends_on_how_the_path_is_written(run, monkeypatch):
-    copy = shutil.copytree(run, run.with_name("copy"))
+def _spellings(run, monkeypatch):
+    """Return ways to write the path of a run, by name; the current folder is changed for some."""
+    (run.parent / "link").symlink_to(run)
     monkeypatch.chdir(run.parent)
-    names = [str(run), str(copy), "run", "./run", str(run / "rank00000.pt.trace.json.gz")]
-    assert len({report_cache.run_key(name) for name in names}) == len(names)  # a report names files as the caller does
+    yield "absolute", str(run)
+    yield "relative", run.name
+    yield "with a dot", f"./{run.name}/"
+    yield "up and down", f"../{run.parent.name}/{run.name}"
+    yield "a link", "link"
+    monkeypatch.chdir(run)
+    yield "the current folder", "."
+
+
+def test_a_report_is_stored_once_however_the_path_is_written_and_names_files_as_the_caller_does(run, monkeypatch):
+    whole = (run / "rank00001.pt.trace.json.gz").read_bytes()
+    (run / "rank00002.pt.trace.json.gz").write_bytes(whole[:60])  # its issue names the file
+    report_cache.report(str(run), facts=FACTS)
+    for name, path in _spellings(run, monkeypatch):
+        cached = report_cache.report(path, facts=FACTS)
+        assert _is_cached(cached), name
+        _same(cached, engine.check(loader.load(path), facts=FACTS))
+        assert cached.run.trace(1).activities.height, name
+
+
+def test_a_report_written_by_a_relative_path_names_files_as_the_next_caller_does(run, monkeypatch):
+    (run / "rank00002.pt.trace.json.gz").write_bytes((run / "rank00001.pt.trace.json.gz").read_bytes()[:60])
+    monkeypatch.chdir(run.parent)
+    report_cache.report(run.name, facts=FACTS)
+    cached = report_cache.report(str(run), facts=FACTS)
+    assert _is_cached(cached)
+    _same(cached, engine.check(loader.load(str(run)), facts=FACTS))
+
+
+def test_runs_with_other_files_have_other_keys(run):
+    copy = shutil.copytree(run, run.with_name("copy"))
+    names = [str(run), str(copy), str(run / "rank00000.pt.trace.json.gz")]
+    assert len({report_cache.run_key(name) for name in names}) == len(names)
 
 
 def test_what_a_user_states_of_devices_is_in_the_run_and_changes_the_key(run):

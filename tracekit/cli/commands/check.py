@@ -121,16 +121,13 @@ class ReportOptions(OutputOptions):
 
     def facts(self) -> "tuple[TraceFact, ...]":
         """Return the facts of the reports in addition to findings, measured in one pass with those of the rules."""
+        if ReportFormat.JSON not in [report_format for report_format, _ in self.destinations()]:
+            return ()
         from tracekit.analysis.host.step_parts import fastest_calls
-        from tracekit.analysis.time import breakdown
         from tracekit.regression import baseline
         from tracekit.regression.samples import samples
 
-        formats = [report_format for report_format, _ in self.destinations()]
-        of_json: tuple[TraceFact, ...] = (
-            (samples, fastest_calls, *baseline.COMPARED_FACTS) if ReportFormat.JSON in formats else ()
-        )
-        return (breakdown.by_rank, breakdown.extent, *of_json)
+        return (samples, fastest_calls, *baseline.COMPARED_FACTS)
 
     def write(self, results: "Sequence[CheckResult]") -> None:
         """Write each report to its file or stdout."""
