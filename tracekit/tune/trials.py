@@ -11,10 +11,9 @@ from tracekit.errors import InputError, TracekitError
 from tracekit.model.run import Run
 from tracekit.regression import comparison, numbers
 from tracekit.regression.comparison import RunSamples
-from tracekit.regression.metrics import STEP_TIME
 from tracekit.regression.thresholds import MIN_CHANGE_RATIO, Change, Thresholds, Verdict
 from tracekit.rules.rule import Report
-from tracekit.tune import recording
+from tracekit.tune import recording, training_time
 from tracekit.tune.changes.change import Risk
 from tracekit.tune.configuration import Configuration
 from tracekit.tune.proposals import Proposal, Proposals, propose
@@ -74,8 +73,8 @@ class Trial:
 
     @property
     def is_of_step_time(self) -> bool:
-        """Whether the step time decides."""
-        return self.proposal.setting.change.metric == STEP_TIME
+        """Whether the step time decides, and not the training time with its saves."""
+        return not self.proposal.setting.change.is_of_saves
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,12 +262,12 @@ class Tuner:
             )
         except TracekitError as error:
             raise _CandidateFailedError(str(error)) from error
-        metric = trial.proposal.setting.change.metric
-        change = next((change for change in compared.changes if change.metric == metric), None)
+        change = compared.step
+        if not trial.is_of_step_time:
+            change = training_time.change(reference, candidate, self._limits.thresholds)
         if change is None:
-            raise _CandidateFailedError(f"the recordings have no {metric}; record more --steps")
-        is_slower = compared.step is not None and compared.step.verdict is Verdict.WORSE
-        outcome = Outcome.WORSE if is_slower else _OF_VERDICT[change.verdict]
+            raise _CandidateFailedError("the recordings have no steps; record others by --steps")
+        outcome = _OF_VERDICT[change.verdict]
         note = _difference(reference, candidate)
         if outcome is Outcome.KEPT and note and trial.proposal.setting.change.risk <= Risk.MEMORY:
             outcome = Outcome.OTHER_NUMBERS

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-from tracekit import conventions
 from tracekit.analysis.memory import allocations
 from tracekit.analysis.parallelism import workload
 from tracekit.model.manifest import Manifest
@@ -181,8 +180,8 @@ class Change:
     """Predicted step, for changes that a replay plays whole. Raises InputError where it cannot."""
     added_bytes: Callable[[TunedRun, str], int | None] = no_memory
     """Additional memory of each device; None where no formula states it."""
-    metric: str = conventions.STEP_TIME_METRIC
-    """Key of the metric by which a trial decides."""
+    is_of_saves: bool = False
+    """Whether a trial decides by the training time with its saves: the time of profiled steps is that between saves."""
 
     @property
     def key(self) -> str:

@@ -100,6 +100,6 @@ BACKGROUND_SAVE = Change(
     codes=("CKPT001",),
     is_partial=True,  # copying to the host still blocks
     values=_background_save,
-    metric="checkpoint_blocked_ns",
+    is_of_saves=True,
     option="--background-save",
 )
