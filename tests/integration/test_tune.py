@@ -93,6 +93,15 @@ def test_the_saving_is_that_of_a_simulation_without_the_fault(
     assert row["step_ns"] - row["predicted_ns"] == pytest.approx(truth["cost_ns"] * steps / 5, rel=0.05)
 
 
+def test_workers_load_a_batch_in_their_share_of_its_time() -> None:
+    rows = [row for row in proposals(SAMPLES / "ci/red")["proposals"] if row["change"] == "dataloader-workers"]
+    answers = json.loads(tracekit("whatif", SAMPLES / "ci/red", "--format", "json").stdout)["without"]
+    (loading,) = [answer for answer in answers if answer["cause"] == "data-loading"]
+    assert len(rows) == 2
+    for row in rows:
+        assert row["predicted_ns"] == max(loading["without_ns"], loading["saved_ns"] // int(row["value"]))
+
+
 def test_arguments_of_the_settings_are_used(tmp_path: Path) -> None:
     settings = tmp_path / "mine.toml"
     settings.write_text('[tune.arguments]\ndataloader_workers = "--num-workers {value} -p"\n')

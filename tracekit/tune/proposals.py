@@ -137,10 +137,11 @@ def _of_answer(setting: Setting, answer: Answer, added_bytes: int | None) -> Pro
     # Of findings on saves the saving is a share of training time, in which a step is longer by its part of the saves.
     ratio = min(1.0, answer.saved_ratio)
     step_ns = round(answer.saved_ns / ratio) if ratio > 0 else answer.step_ns
+    divided_ns = answer.saved_ns // int(setting.value) if change.is_divided else 0
     return Proposal(
         setting,
         step_ns,
-        max(0, step_ns - answer.saved_ns),
+        max(divided_ns, step_ns - answer.saved_ns),
         answer.confidence,
         is_upper_bound=is_of_part or not is_exact,
         code=answer.code,

@@ -168,6 +168,9 @@ class Change:
     """Rules whose findings it answers, too: their savings count where no cause has an answer."""
     is_partial: bool = False
     """Whether it removes a part of the causes only, so that their saving bounds what it saves of them."""
+    is_divided: bool = False
+    """Whether the value is a number of processes that do the removed work while the step runs: it takes as long as they
+    need for it."""
     option: str = ""
     """Options of our trainers."""
     variable: str = ""

@@ -43,6 +43,7 @@ DATALOADER_WORKERS = Change(
     risk=Risk.ROUNDING,  # random augmentation draws from the workers' generators
     causes=(DATA_LOADING,),
     codes=("HOST003",),
+    is_divided=True,
     # Our trainers have no DataLoader.
     values=lambda run: () if run.is_of_trainers else _workers(run),
     keyword=CallKeyword(("DataLoader", "StatefulDataLoader"), "num_workers={value}, persistent_workers=True"),
