@@ -38,8 +38,8 @@ class Outcome(StrEnum):
     STOPPED = "stopped"
 
 
-_TRIES_OTHER_VALUES = (Outcome.KEPT, Outcome.WORSE, Outcome.FAILED)
-"""After these, another value of the change may be better; one without an effect makes others unlikely to have one."""
+_TRIES_OTHER_VALUES = (Outcome.WORSE, Outcome.FAILED)
+"""After these, another value of the change may be better: fewer workers, more layers that recompute."""
 _OF_VERDICT = {
     Verdict.BETTER: Outcome.KEPT,
     Verdict.WORSE: Outcome.WORSE,
@@ -176,13 +176,13 @@ class Tuner:
     def _worth_trying(self) -> Iterator[Proposal]:
         """Proposals that are not tried yet and can be: applied by us, of allowed risk, large enough for the test."""
         tried = {trial.proposal.setting.title for trial in self._trials}
-        without_effect = {
+        decided = {
             trial.proposal.setting.change.name for trial in self._trials if trial.outcome not in _TRIES_OTHER_VALUES
         }
         for proposal in self._left:
             setting = proposal.setting
             is_allowed = setting.is_applied and setting.change.risk <= self._limits.risk
-            is_new = setting.title not in tried and setting.change.name not in without_effect
+            is_new = setting.title not in tried and setting.change.name not in decided
             if is_allowed and is_new and proposal.saved_ratio >= MIN_CHANGE_RATIO:
                 yield proposal
 
