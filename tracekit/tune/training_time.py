@@ -1,6 +1,7 @@
-"""Training time per step by the metrics log, saves included: what a change of saves is judged by.
+"""Training time per step by the metrics log, saves included: what changes of saves and of data loading are judged by.
 
-The time of profiled steps is that between saves, in which a save in the background costs time instead of saving some.
+Profiled steps are those between saves, in which a save in the background costs time instead of saving some. Workers of
+a data loader finish several batches at once, so that the median step waits for none of them.
 """
 
 from collections.abc import Sequence

@@ -73,8 +73,8 @@ class Trial:
 
     @property
     def is_of_step_time(self) -> bool:
-        """Whether the step time decides, and not the training time with its saves."""
-        return not self.proposal.setting.change.is_of_saves
+        """Whether the median step decides, and not the mean of all logged ones."""
+        return not self.proposal.setting.change.is_uneven
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +111,7 @@ class Tuning:
         """Saving of all kept changes together as a share of the step: each is measured on top of those before."""
         remaining = 1.0
         for trial in self.kept:
-            remaining *= 1 - (trial.saved_ratio or 0.0) if trial.is_of_step_time else 1.0
+            remaining *= 1 - (trial.saved_ratio or 0.0)
         return 1 - remaining
 
 

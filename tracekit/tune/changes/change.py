@@ -183,8 +183,10 @@ class Change:
     """Predicted step, for changes that a replay plays whole. Raises InputError where it cannot."""
     added_bytes: Callable[[TunedRun, str], int | None] = no_memory
     """Additional memory of each device; None where no formula states it."""
-    is_of_saves: bool = False
-    """Whether a trial decides by the training time with its saves: the time of profiled steps is that between saves."""
+    is_uneven: bool = False
+    """Whether what it saves falls on some steps only, so that the mean of all logged steps decides, not their median.
+
+    Such are saves, and batches that several workers finish at once."""
 
     @property
     def key(self) -> str:
