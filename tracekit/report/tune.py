@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 
+from tracekit import conventions
 from tracekit.model import units
-from tracekit.regression.metrics import metric_of
 from tracekit.replay.graph import savings
 from tracekit.report.document import Cells, Document, Emphasis, Line, Section, faint, heading, items, line
+from tracekit.tune import training_time
 from tracekit.tune.configuration import Setting, Way
 from tracekit.tune.proposals import Proposal, Proposals
 from tracekit.tune.trials import Outcome, Trial, Tuning
@@ -113,12 +114,12 @@ def _explanations(proposals: Sequence[Proposal]) -> tuple[Line, ...]:
 
 
 def _trial_notes(trials: Sequence[Trial]) -> tuple[Line, ...]:
-    """Notes of trials; of those that another metric than the step time decides, its name."""
+    """Notes of trials; of those that the step time does not decide, what does."""
     texts = []
     for trial in trials:
         title = trial.proposal.setting.title
         if not trial.is_of_step_time:
-            texts.append(f"{title}: measured by {metric_of(trial.proposal.setting.change.metric).label}")
+            texts.append(f"{title}: measured by {training_time.METRIC.label}, saves included")
         if trial.note:
             texts.append(f"{title}: {trial.note}")
     return items(texts)
@@ -189,7 +190,7 @@ def _trial_values(trial: Trial) -> dict[str, object]:
     return {
         **_as_object(trial.proposal),
         "outcome": trial.outcome.value,
-        "metric": trial.proposal.setting.change.metric,
+        "metric": conventions.STEP_TIME_METRIC if trial.is_of_step_time else training_time.METRIC.key,
         "reference": None if change is None else change.reference,
         "candidate": None if change is None else change.candidate,
         "measured_ratio": trial.saved_ratio,

@@ -12,12 +12,14 @@ from tracekit.replay.graph.strategies import Prediction
 from tracekit.replay.graph.what_if import Answer, WhatIf
 from tracekit.rules import stated_savings
 from tracekit.rules.rule import Report
-from tracekit.tune import changes
+from tracekit.tune import changes, training_time
 from tracekit.tune.changes import change as change_module
 from tracekit.tune.changes.change import Change, TunedRun
 from tracekit.tune.configuration import Configuration, Setting
 
-FACTS: tuple[TraceFact, ...] = (*dependency_graph.FACTS, *change_module.FACTS, *comparison.FACTS)
+FACTS: tuple[TraceFact, ...] = (
+    *dependency_graph.FACTS, *change_module.FACTS, *comparison.FACTS, training_time.logged_step_times,
+)  # fmt: skip
 """Facts that proposals and trials need of runs, to be measured in one pass with those of the rules."""
 MIN_SAVED_RATIO = 0.01
 """Smaller savings are no proposal: nobody would change a training for them."""
@@ -41,11 +43,19 @@ class Proposal:
     """What the finding or the replay says."""
     added_bytes: int | None = 0
     """Additional memory of each device; None where it is unknown."""
+    is_of_part: bool = False
+    """Whether the change removes a part of what the replay removes, of which nobody knows how large it is."""
 
     @property
     def saved_ratio(self) -> float:
         """Predicted saving as a share of the step."""
         return 1 - self.predicted_ns / self.step_ns if self.step_ns else 0.0
+
+    @property
+    def order(self) -> tuple[float, bool, int]:
+        """Key that sorts proposals: the expected saving (half of a part's bound), exact ones first, less risk."""
+        expected_ratio = self.saved_ratio / 2 if self.is_of_part else self.saved_ratio
+        return -round(expected_ratio, 3), self.is_upper_bound, self.setting.change.risk
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +82,7 @@ def propose(report: Report, configuration: Configuration, *, is_of_trainers: boo
     savings = stated_savings.answer(report)
     free_bytes, catalog = run.free_bytes, changes.all_changes()
     rows = [row for change in catalog for row in _of_change(change, run, savings, configuration)]
-    rows.sort(key=lambda row: (-round(row.saved_ratio, 3), row.is_upper_bound, row.setting.change.risk))
+    rows.sort(key=lambda row: row.order)
     fits = [free_bytes is None or (row.added_bytes or 0) <= free_bytes for row in rows]
     known_causes = {cause for row in rows for cause in row.setting.change.causes}
     known_codes = {code for row in rows for code in row.setting.change.codes}
@@ -121,19 +131,23 @@ _PREDICTED_CONFIDENCE = 0.8
 
 
 def _of_answer(setting: Setting, answer: Answer, added_bytes: int | None) -> Proposal:
+    change = setting.change
+    is_of_part = change.is_partial or bool(change.causes and answer.causes and answer.causes[0] is not change.causes[0])
     is_exact = bool(answer.causes) and all(cause.is_attainable for cause in answer.causes)
     # Of findings on saves the saving is a share of training time, in which a step is longer by its part of the saves.
     ratio = min(1.0, answer.saved_ratio)
     step_ns = round(answer.saved_ns / ratio) if ratio > 0 else answer.step_ns
+    divided_ns = answer.saved_ns // int(setting.value) if change.is_divided else 0
     return Proposal(
         setting,
         step_ns,
-        max(0, step_ns - answer.saved_ns),
+        max(divided_ns, step_ns - answer.saved_ns),
         answer.confidence,
-        is_upper_bound=setting.change.is_partial or not is_exact,
+        is_upper_bound=is_of_part or not is_exact,
         code=answer.code,
         claim=answer.finding.claim if answer.finding else answer.summary,
         added_bytes=added_bytes,
+        is_of_part=is_of_part,
     )
 
 

@@ -11,10 +11,9 @@ from tracekit.errors import InputError, TracekitError
 from tracekit.model.run import Run
 from tracekit.regression import comparison, numbers
 from tracekit.regression.comparison import RunSamples
-from tracekit.regression.metrics import STEP_TIME
 from tracekit.regression.thresholds import MIN_CHANGE_RATIO, Change, Thresholds, Verdict
 from tracekit.rules.rule import Report
-from tracekit.tune import recording
+from tracekit.tune import recording, training_time
 from tracekit.tune.changes.change import Risk
 from tracekit.tune.configuration import Configuration
 from tracekit.tune.proposals import Proposal, Proposals, propose
@@ -39,8 +38,8 @@ class Outcome(StrEnum):
     STOPPED = "stopped"
 
 
-_TRIES_OTHER_VALUES = (Outcome.KEPT, Outcome.WORSE, Outcome.FAILED)
-"""After these, another value of the change may be better; one without an effect makes others unlikely to have one."""
+_TRIES_OTHER_VALUES = (Outcome.WORSE, Outcome.FAILED)
+"""After these, another value of the change may be better: fewer workers, more layers that recompute."""
 _OF_VERDICT = {
     Verdict.BETTER: Outcome.KEPT,
     Verdict.WORSE: Outcome.WORSE,
@@ -74,8 +73,8 @@ class Trial:
 
     @property
     def is_of_step_time(self) -> bool:
-        """Whether the step time decides."""
-        return self.proposal.setting.change.metric == STEP_TIME
+        """Whether the median step decides, and not the mean of all logged ones."""
+        return not self.proposal.setting.change.is_uneven
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +111,7 @@ class Tuning:
         """Saving of all kept changes together as a share of the step: each is measured on top of those before."""
         remaining = 1.0
         for trial in self.kept:
-            remaining *= 1 - (trial.saved_ratio or 0.0) if trial.is_of_step_time else 1.0
+            remaining *= 1 - (trial.saved_ratio or 0.0)
         return 1 - remaining
 
 
@@ -177,13 +176,13 @@ class Tuner:
     def _worth_trying(self) -> Iterator[Proposal]:
         """Proposals that are not tried yet and can be: applied by us, of allowed risk, large enough for the test."""
         tried = {trial.proposal.setting.title for trial in self._trials}
-        without_effect = {
+        decided = {
             trial.proposal.setting.change.name for trial in self._trials if trial.outcome not in _TRIES_OTHER_VALUES
         }
         for proposal in self._left:
             setting = proposal.setting
             is_allowed = setting.is_applied and setting.change.risk <= self._limits.risk
-            is_new = setting.title not in tried and setting.change.name not in without_effect
+            is_new = setting.title not in tried and setting.change.name not in decided
             if is_allowed and is_new and proposal.saved_ratio >= MIN_CHANGE_RATIO:
                 yield proposal
 
@@ -263,12 +262,12 @@ class Tuner:
             )
         except TracekitError as error:
             raise _CandidateFailedError(str(error)) from error
-        metric = trial.proposal.setting.change.metric
-        change = next((change for change in compared.changes if change.metric == metric), None)
+        change = compared.step
+        if not trial.is_of_step_time:
+            change = training_time.change(reference, candidate, self._limits.thresholds)
         if change is None:
-            raise _CandidateFailedError(f"the recordings have no {metric}; record more --steps")
-        is_slower = compared.step is not None and compared.step.verdict is Verdict.WORSE
-        outcome = Outcome.WORSE if is_slower else _OF_VERDICT[change.verdict]
+            raise _CandidateFailedError("the recordings have no steps; record others by --steps")
+        outcome = _OF_VERDICT[change.verdict]
         note = _difference(reference, candidate)
         if outcome is Outcome.KEPT and note and trial.proposal.setting.change.risk <= Risk.MEMORY:
             outcome = Outcome.OTHER_NUMBERS

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-from tracekit import conventions
 from tracekit.analysis.memory import allocations
 from tracekit.analysis.parallelism import workload
 from tracekit.model.manifest import Manifest
@@ -169,6 +168,9 @@ class Change:
     """Rules whose findings it answers, too: their savings count where no cause has an answer."""
     is_partial: bool = False
     """Whether it removes a part of the causes only, so that their saving bounds what it saves of them."""
+    is_divided: bool = False
+    """Whether the value is a number of processes that do the removed work while the step runs: it takes as long as they
+    need for it."""
     option: str = ""
     """Options of our trainers."""
     variable: str = ""
@@ -181,8 +183,10 @@ class Change:
     """Predicted step, for changes that a replay plays whole. Raises InputError where it cannot."""
     added_bytes: Callable[[TunedRun, str], int | None] = no_memory
     """Additional memory of each device; None where no formula states it."""
-    metric: str = conventions.STEP_TIME_METRIC
-    """Key of the metric by which a trial decides."""
+    is_uneven: bool = False
+    """Whether what it saves falls on some steps only, so that the mean of all logged steps decides, not their median.
+
+    Such are saves, and batches that several workers finish at once."""
 
     @property
     def key(self) -> str:

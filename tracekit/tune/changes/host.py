@@ -43,6 +43,8 @@ DATALOADER_WORKERS = Change(
     risk=Risk.ROUNDING,  # random augmentation draws from the workers' generators
     causes=(DATA_LOADING,),
     codes=("HOST003",),
+    is_divided=True,
+    is_uneven=True,
     # Our trainers have no DataLoader.
     values=lambda run: () if run.is_of_trainers else _workers(run),
     keyword=CallKeyword(("DataLoader", "StatefulDataLoader"), "num_workers={value}, persistent_workers=True"),
@@ -53,6 +55,7 @@ DATALOADER_PREFETCH = Change(
     risk=Risk.SAME,
     causes=(DATA_LOADING,),
     is_partial=True,
+    is_uneven=True,
     values=lambda run: () if run.is_of_trainers else ("4",),
     keyword=CallKeyword(("DataLoader", "StatefulDataLoader"), "prefetch_factor={value}"),
 )
@@ -100,6 +103,6 @@ BACKGROUND_SAVE = Change(
     codes=("CKPT001",),
     is_partial=True,  # copying to the host still blocks
     values=_background_save,
-    metric="checkpoint_blocked_ns",
+    is_uneven=True,
     option="--background-save",
 )
