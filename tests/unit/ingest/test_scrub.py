@@ -155,6 +155,25 @@ def test_a_user_with_non_ascii_letters_is_removed_in_both_spellings(tmp_path: Pa
     assert "mile" not in copied["rank1.json"]
 
 
+@pytest.mark.parametrize(
+    ("key", "written", "word"),
+    [
+        ("user", r"jos\u00e9p", r"jos\u00e9p"),
+        ("user", r"jos\u00e9p", "josép"),
+        ("user", r"CORP\\alice7", "alice7"),
+        ("host", r"\u00e9node7", r"\u00e9node7"),
+        ("user", r"\udcffal", r"\udcffal"),
+    ],
+)
+def test_names_that_are_written_with_escapes_are_removed(tmp_path: Path, key: str, written: str, word: str) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text(f'{{"{key}": "{written}", "note": "for {word} only"}}', encoding="utf-8")
+    scrub(tmp_path / "run", tmp_path / "out")
+    left = (tmp_path / "out" / "run.json").read_text(encoding="utf-8")
+    assert word not in left
+    assert written not in left
+
+
 def test_one_trace_file_becomes_one_file(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
 

@@ -90,6 +90,17 @@ def test_work_of_a_device_is_known_by_its_process_its_streams_or_arrows(signs, t
     assert "unknown_device" in quality(report)
 
 
+def test_streams_with_the_largest_number_are_numbered_within_64_bits(tmp_path):
+    work = [
+        {**slice_("gemm", 200 + 100 * number, 50, 500, f"x{number}"), "args": {"stream": 2**63 - 1, "device": 0}}
+        for number in range(3)
+    ]
+    run = loaded([*HOST, *work, *named(500, "python", "NPU")], tmp_path)
+    streams = run.trace(0).lanes.filter(pl.col("device").is_not_null())["stream"]
+    assert streams.n_unique() == len(streams)
+    engine.check(run)
+
+
 def test_arrows_say_which_operator_launched_the_work(tmp_path):
     trace = loaded([*HOST, *WORK, *ARROWS], tmp_path).trace(0)
     calls = [slice_("rtLaunch", 110 + 100 * number, 5, 78, 77) for number in range(3)]

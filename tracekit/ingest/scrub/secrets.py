@@ -158,7 +158,8 @@ class Secrets:
                 self._add_identity(kind, match["value"])
 
     def _add_identity(self, kind: str, value: str) -> None:
-        for name in _hosts_in(value) if kind == HOST else [value.partition(":")[0]]:
+        user = value.partition(":")[0]
+        for name in _hosts_in(value) if kind == HOST else (user, user.rpartition("\\")[2]):  # of a Windows domain
             self.add(kind, json.dumps(name, ensure_ascii=False)[1:-1].encode("utf-8", "surrogatepass"))
 
     def add(self, kind: str, word: bytes) -> None:
@@ -257,7 +258,8 @@ def _writings(word: bytes) -> set[bytes]:
         text = json.loads(b'"' + word + b'"')
     except ValueError:
         return {word}
-    return {word, json.dumps(text)[1:-1].encode(), json.dumps(text, ensure_ascii=False)[1:-1].encode()}
+    plain = json.dumps(text, ensure_ascii=False)[1:-1].encode("utf-8", "surrogatepass")  # as json.loads decodes bytes
+    return {word, json.dumps(text)[1:-1].encode(), plain}
 
 
 def emails(text: bytes) -> Iterator[tuple[int, int]]:
@@ -318,7 +320,7 @@ def _identity(name: str) -> str:
 def _values_of(name: bytes) -> re.Pattern[bytes]:
     """Pattern of the strings that stand under a name of JSON, in an object with name and value, or after a flag."""
     follows = rb"\s*[:,]\s*" if name.startswith(b"-") else rb"\s*(?:,\s*\"value\"\s*)?:\s*"
-    return re.compile(rb"\"%b\"%b(?P<value>\"[^\"\\]+\"|\[[^\[\]]*\])" % (re.escape(name), follows))
+    return re.compile(rb"\"%b\"%b(?P<value>\"[^\"\\]*+(?:\\.[^\"\\]*+)*+\"|\[[^\[\]]*\])" % (re.escape(name), follows))
 
 
 def _hosts_in(value: str) -> Iterator[str]:
