@@ -18,9 +18,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.support.kineto_files import slice_
 from tests.support.selection import others_in_accuracy
 from tracekit.errors import BadTraceError
 from tracekit.ingest import loader
+from tracekit.ingest.readers.kineto import reader
 from tracekit.report import json as report_json
 from tracekit.rules import engine
 from tracekit.rules.rule import Report, Severity
@@ -304,6 +306,19 @@ def test_one_operator_in_a_hundred_may_be_too_long(recording, by_us, tmp_path):
     said, report = judge(odd, tmp_path / "odd")
     assert said == judge(changed(traces, places, lambda event: []), tmp_path / "without")[0]
     assert "bad_durations" in quality(report)
+
+
+def test_ends_that_cross_by_rounding_are_right(tmp_path):
+    """An operator that takes 25 times as long as usual, and ends 100 ns after the one around it."""
+    events = []
+    for number in range(40):
+        start, length = 100 + 50 * number, 10.0 if number == 20 else 0.4
+        events.append(slice_("cpu_op", "aten::item", start, length, tid=1))
+        events.append(slice_("cpu_op", "aten::_local_scalar_dense", start + 0.1, length, tid=1))
+    (tmp_path / "rank0.json").write_text(json.dumps({"traceEvents": events, "baseTimeNanoseconds": 0}))
+    trace = reader.read(str(tmp_path / "rank0.json"), rank=0)
+    assert "bad_durations" not in trace.data_quality["kind"]
+    assert trace.ops.height == 80
 
 
 def test_one_event_in_a_hundred_may_have_a_fractional_number(tmp_path):

@@ -33,6 +33,8 @@ _MOST_AT_ONCE = 10
 """Activities that a stream runs at once in the mean: one in recordings, a few where a tool has merged streams."""
 _LEAST_OVERLAP_NS = 10_000
 """Times may be rounded to whole µs."""
+_ROUNDING_NS = 1_000
+"""By so much a slice may end after the one around it where starts and durations are whole µs."""
 DEEP_RATIO = 0.1
 """Share of the shorter one of two annotations from which on they cross: one ends up to 100 µs after the next begins."""
 _LEAST_STEP_OVERLAP_NS = 1_000_000
@@ -238,6 +240,8 @@ def _worse_of_crossing(host: Host, times: npt.NDArray[np.float64], is_wrong: Fla
     than ten times.
     """
     late, around = host.crossings
+    is_rounded = host.end_ns[late] - host.end_ns[around] <= _ROUNDING_NS
+    late, around = late[~is_rounded], around[~is_rounded]
     is_op = host.is_kind("cpu_op")
     nests = (is_op | host.is_kind("annotation")) & ~host.names.runs_collective[host.name_id]
     is_certain = nests[late] & nests[around] & (is_op[late] | is_op[around]) & ~is_wrong[late] & ~is_wrong[around]
