@@ -84,7 +84,7 @@ def test_runs_are_listed_looked_through_checked_opened_and_compared(page, server
     expect(_button(page, "Compare 2")).to_be_enabled()
     settle(page)
     _button(page, "Compare 2").click()
-    expect(page.locator(".tk-verdict b").filter(has_text="a step")).to_be_visible()
+    expect(page.locator(".tk-headline b").filter(has_text="a step")).to_be_visible()
     expect(page).to_have_url(re.compile(r"/compare\?.*run=good.*compare=hostile"))
     table = page.locator("table.tracekit").filter(has_text="step time")
     expect(table).to_contain_text("exposed communication")
