@@ -149,6 +149,6 @@ def test_a_regression_between_two_runs_says_what_got_slower_and_why(page, storie
     settle(page)
     compare.click()
     headline = page.locator(".tk-headline").first
-    expect(headline).to_contain_text("Red is 2.0 times slower")
+    expect(headline).to_contain_text("red is 2.0 times slower")
     expect(headline).to_contain_text("waiting for data +138 ms at data.py:20")
     assert_clean(page)

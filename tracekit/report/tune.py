@@ -38,7 +38,8 @@ def proposal_document(proposals: Proposals, *, run: str, command: str, patches: 
     rows: Section = [proposal_cells(proposals.proposals, patches), *_explanations(proposals.proposals)]
     sections = (first, rows if proposals.proposals else [], _open_savings(proposals))
     notes = [f"Recorded command: {command}"] if command else []
-    notes.append("Try them: tracekit tune RUN --run -- COMMAND. Nothing was run.")
+    if proposals.proposals:
+        notes.append("Try them: tracekit tune RUN --run -- COMMAND. Nothing was run.")
     return Document(tuple(filter(None, sections)), tuple(notes), _proposal_values(proposals, run, command))
 
 

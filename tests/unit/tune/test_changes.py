@@ -60,6 +60,18 @@ def test_a_value_of_two_numbers_fills_both() -> None:
     assert filled("a={value} b={first} c={second}", "4/8") == "a=4/8 b=4 c=8"
 
 
+def test_a_run_without_a_manifest_has_the_strategy_of_its_wrapper(fsdp2: Run) -> None:
+    bare = copy.copy(fsdp2)
+    bare.manifest = {}
+    of_others = TunedRun.of(bare, is_of_trainers=False)
+    assert of_others.strategy == "fsdp2"
+    assert named("keep-gathered").values(of_others) == ("on",)
+    assert not named("bucket-size").values(of_others)
+    ddp = tracekit.load(SAMPLES / "faults" / "healthy-ddp")
+    ddp.manifest = {}
+    assert named("bucket-size").values(TunedRun.of(ddp, is_of_trainers=False)) == ("100",)
+
+
 def test_prefetch_goes_deeper_than_today(fsdp2: Run) -> None:
     arguments = fsdp2.manifest["arguments"]
     assert named("fsdp-prefetch").values(TunedRun.of(fsdp2)) == ("1", "2")

@@ -14,7 +14,7 @@ from tracekit.model.trace import TraceFact
 from tracekit.replay.graph.causes.cause import Cause
 from tracekit.replay.graph.strategies import Prediction
 
-FACTS: tuple[TraceFact, ...] = (allocations.peaks, workload.marks)
+FACTS: tuple[TraceFact, ...] = (allocations.peaks, workload.marks, workload.strategy_marks)
 VALUE = "{value}"
 """Stands for the value in options, arguments, variables and keywords.
 
@@ -75,6 +75,11 @@ class TunedRun:
     def options(self) -> Mapping[str, Any]:
         """Options of our trainers by field name; {} for another training."""
         return self.manifest.arguments if self.is_of_trainers else {}
+
+    @property
+    def strategy(self) -> str | None:
+        """Strategy that the manifest states, else that of the wrapper whose annotations the traces have."""
+        return workload.run_strategy(self.run)
 
     @property
     def is_on_cpu(self) -> bool:

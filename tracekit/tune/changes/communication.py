@@ -15,13 +15,13 @@ _DEEPEST_PREFETCH = 2
 
 
 def _shards_weights(run: TunedRun) -> bool:
-    """Whether ranks have shards of the weights, as far as the recording states its strategy."""
-    strategy: Any = strategies.STRATEGIES.get(run.manifest.strategy or "")
+    """Whether ranks have shards of the weights, as far as the recording shows its strategy."""
+    strategy: Any = strategies.STRATEGIES.get(run.strategy or "")
     return strategy is not None and strategy.shards_parameters
 
 
 def _prefetch_depths(run: TunedRun) -> Sequence[str]:
-    if run.manifest.strategy != _FSDP2 or run.options.get("keep_gathered") is True:
+    if run.strategy != _FSDP2 or run.options.get("keep_gathered") is True:
         return ()
     current = run.number("prefetch", 0)
     return tuple(str(depth) for depth in range(current + 1, _DEEPEST_PREFETCH + 1))
@@ -41,7 +41,7 @@ def _keep_gathered(run: TunedRun) -> Sequence[str]:
 def _yafsdp(run: TunedRun) -> Sequence[str]:
     options = run.options
     has_other_options = any(options.get(name) is not None for name in ("prefetch", "reshard_to"))
-    return (_YAFSDP,) if options and run.manifest.strategy in ("fsdp1", _FSDP2) and not has_other_options else ()
+    return (_YAFSDP,) if options and run.strategy in ("fsdp1", _FSDP2) and not has_other_options else ()
 
 
 def _predicted_strategy(run: TunedRun, value: str) -> Prediction:
@@ -76,7 +76,7 @@ BUCKET_SIZE = Change(
     risk=Risk.ROUNDING,
     causes=(SMALL_COLLECTIVES,),
     codes=("COMM002",),
-    values=lambda run: ("100",) if run.manifest.strategy in (None, "ddp") and not run.is_of_trainers else (),
+    values=lambda run: ("100",) if run.strategy == "ddp" and not run.is_of_trainers else (),
     keyword=CallKeyword(("DistributedDataParallel", "DDP"), "bucket_cap_mb={value}"),
 )
 YAFSDP = Change(
