@@ -32,6 +32,8 @@ COLUMNS: ColumnTypes = {
     "size": pl.Float64, "problem": pl.String,
 }  # fmt: skip
 """The columns from the left: those that answer the page's question are visible in a narrow window."""
+_WORTH_SHOWING = 0.03
+"""Share of the time from which a finding of information is no good verdict: from there on findings may be warnings."""
 LARGEST_SAVING = "largest potential saving first"
 ORDERS: Mapping[str, tuple[Callable[[RunEntry], Any], bool]] = {
     LARGEST_SAVING: (lambda entry: entry.summary and (entry.summary.impact, _weight(entry)), True),
@@ -79,9 +81,11 @@ def verdict(entry: RunEntry) -> str:
 def chip(entry: RunEntry) -> str:
     """Return the verdict in a few words: how many findings have the worst severity, or why there is none."""
     word = verdict(entry)
-    if word == Severity.INFO.label:
+    if word == Severity.INFO.label and entry.summary and entry.summary.impact < _WORTH_SHOWING:
         return GOOD
     count = entry.summary.findings.get(word, 0) if entry.summary else 0
+    if word == Severity.INFO.label:
+        return f"{count} {word}"
     return units.count(count, word) if count else word
 
 

@@ -300,11 +300,13 @@ def test_a_verdict_is_the_gravest_of_what_is_not_of_the_data():
         "1 error",
         "2 warnings",
         runs_table.UNCHECKED,
-        runs_table.GOOD,
+        "3 info",
         runs_table.QUALITY_ISSUES,
         runs_table.BROKEN,
     ]
     assert [runs_table.chip(entry) for entry in ENTRIES] == chips
+    small = replace(ENTRIES[3], summary=replace(ENTRIES[3].summary, impact=0.01))
+    assert runs_table.chip(small) == runs_table.GOOD
     doubtful = replace(ENTRIES[4], summary=replace(ENTRIES[4].summary, is_doubtful=True))
     assert runs_table.chip(doubtful) == runs_table.CANNOT_JUDGE
     assert runs_table.chip(replace(ENTRIES[2], check_error="out of memory")) == runs_table.FAILED
