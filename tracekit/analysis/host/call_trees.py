@@ -38,8 +38,9 @@ _NONE: _Ints = np.empty(0, np.int64)
 FUNCTION_COLUMNS = {"file": pl.String, "line": pl.Int64, "function": pl.String, "inside_ns": pl.Int64}
 _MAX_DEPTH = 200
 _PLACE = {"name": pl.String, "dur_ns": pl.Int64}
-_MOST_OF_ANNOTATION = 0.5
-"""An annotation of which a pause is half is named after what pauses; one of a whole step or phase is not."""
+_HARDLY_MORE, _MOST = 0.8, 0.5
+"""An annotation that is hardly more than a pause is named after what pauses; so is one that is mostly a pause, if it is
+less than a step."""
 
 
 def call_tree(
@@ -198,10 +199,13 @@ def pauses_in_annotations(trace: Trace, start_ns: Ints, dur_ns: Ints) -> pl.Seri
     """Innermost annotation of the program around each pause of a launching thread, if it has little else in it.
 
     Column annotation, in quotes: '"wait for rollouts"'; null where no annotation is around the middle of a pause, or
-    where most of it is not the pause: it then says little about what the host does.
+    where much of it is something else, as in that of a step: it then says little about what the host does.
     """
     around = _innermost_at(trace, trace_columns.is_program_annotation(trace), start_ns + dur_ns // 2)
-    is_pause = pl.Series(dur_ns) >= _MOST_OF_ANNOTATION * around["dur_ns"]
+    step_ns = (trace.steps["end_ns"] - trace.steps["start_ns"]).median() or 0
+    share = pl.Series(dur_ns) / around["dur_ns"]
+    is_part = around["dur_ns"] < _HARDLY_MORE * float(str(step_ns))
+    is_pause = (share >= _HARDLY_MORE) | ((share >= _MOST) & is_part)
     quoted = pl.format('"{}"', pl.col("name"))
     return around.select(pl.when(pl.lit(is_pause)).then(quoted).alias("annotation")).to_series()
 
