@@ -168,10 +168,11 @@ class ExposedCommunication(Rule):
     How it is measured: per rank and step, the union of all collectives minus the union of all compute in the step's
     device window, less the wait for late ranks: starting a collective earlier does not shorten that wait (see RANK001
     and RANK003). Sends and receives of a pipeline wait for other stages (PIPE001). Each rank is judged by its
-    median step, the one with the median share; the message quotes the worst rank. Steps that save a checkpoint
-    are left out (see CKPT001). So is the measured latency of collectives that could be batched (see COMM002). The cost
-    is the saving of a replay in which transfers take no time: less than what is exposed, if the device then waits for
-    something else.
+    median step, the one with the median share; the message quotes the worst rank. Where the median step has little, but
+    two steps or more and the mean of all steps have more than the threshold, it quotes the median of these steps, and
+    the mean is the cost: gradients may be reduced in every second step only. Steps that save a checkpoint are left out
+    (see CKPT001). So is the measured latency of collectives that could be batched (see COMM002). The cost is the saving
+    of a replay in which transfers take no time: less than what is exposed, if the device then waits for something else.
 
     Bandwidth below `slow_bytes_per_ns` GB/s is stated: that of all messages of 4 MiB or more of one op, in groups of
     which every rank has a trace. No link inside a node is that slow (PCIe 3.0 x16 moves 12 GB/s). Inside a node whose
@@ -233,6 +234,10 @@ class ExposedCommunication(Rule):
         steps = steps.with_columns(pl.when(is_notable).then("small_ns").otherwise(0).alias("small_ns"))
         steps = steps.with_columns((pl.col("exposed_ns") - pl.col("small_ns")).clip(0)).with_columns(ratio)
         over = quoted_step.per_device(steps, "exposed_ratio").filter(pl.col("exposed_ratio") > self.max_exposed_ratio)
+        is_recurring = over.is_empty()
+        if is_recurring:
+            over = _recurring(steps, self.max_exposed_ratio)
+            steps = steps.filter(pl.col("exposed_ratio") > self.max_exposed_ratio)
         if over.is_empty():
             return
         worst = over.row(0, named=True)
@@ -259,14 +264,20 @@ class ExposedCommunication(Rule):
         if axis not in _DATA_AXES and costliest["phase"].count():
             backward_ns = int(costliest.filter(pl.col("phase") == conventions.BACKWARD)["exposed_ns"].sum())
             in_backward = backward_ns * 2 > int(costliest["exposed_ns"].sum())
+        where = f"step {worst['step']} of rank {worst['rank']}" if is_recurring else quoted_step.describe(worst)
         message = (
             f"{units.share(worst['exposed_ratio'])} of the {quoted_step.noun(worst)} is exposed communication: "
             f"{units.duration(worst['exposed_ns'])} of {units.duration(worst['duration_ns'])} in "
-            f"{quoted_step.describe(worst)}. Compute overlaps {units.share(overlapped_ratio)} of its communication."
+            f"{where}. Compute overlaps {units.share(overlapped_ratio)} of its communication."
         )
         if worst["waited_ns"] >= _MIN_WAIT_RATIO * worst["duration_ns"]:
             awaited = f"late ranks{' or other stages of the pipeline' if pipeline_stages.is_pipelined(run) else ''}"
             message += f" The rank waits another {units.duration(worst['waited_ns'])} for {awaited}."
+        if is_recurring:
+            message += (
+                f" So it is in {worst['over_steps']} of {units.count(worst['steps'], 'step')}: "
+                f"{units.duration(worst['mean_ns'])} a step on average."
+            )
         if worst["small_ns"]:
             message += f" Another {units.duration(worst['small_ns'])} is the latency of small collectives (COMM002)."
         op_name = _PLURALS.get(op or "", f"{(op or 'collective').replace('_', '-').capitalize()}s")
@@ -291,8 +302,8 @@ class ExposedCommunication(Rule):
             + turns
             + slow,
             _OWN_DEVICES if turns else fix + (_SLOW_FIX if slow else ""),
-            impact=worst["exposed_ratio"],
-            cost_ns=worst["exposed_ns"],
+            impact=worst.get("mean_ratio", worst["exposed_ratio"]),
+            cost_ns=worst.get("mean_ns", worst["exposed_ns"]),
             confidence=_TURNS_CONFIDENCE if turns else 0.9,
             what_if=WhatIf(COMMUNICATION, is_partial=worst["small_ns"] > 0),
             ranks=distinct(over, "rank"),
@@ -316,6 +327,27 @@ def _small_transfers(run: Run) -> pl.DataFrame:
     calls = run.table(pipeline_communication.exposed_transfers).join(merged, on=key)
     saved_ns = (pl.col("exposed_ns") - pl.col("moving_ns")).clip(0).sum().cast(pl.Int64).alias("small_ns")
     return calls.group_by(quoted_step.KEY).agg(saved_ns)
+
+
+def _recurring(steps: pl.DataFrame, max_ratio: float) -> pl.DataFrame:
+    """For each device whose communication is exposed in some steps, but not in most, the median one of these.
+
+    Such as gradients that are reduced in every second step, after two micro-batches: the median of all steps has none.
+    It is in two steps or more, and above `max_ratio` over all steps together. Columns of `steps`, and mean_ns and
+    mean_ratio over all steps, over_steps and steps (their numbers); the highest mean_ratio first.
+    """
+    is_over = pl.col("exposed_ratio") > max_ratio
+    exposed, duration = pl.col("exposed_ns").sum(), pl.col("duration_ns").sum()
+    means = steps.group_by("rank", "device").agg(
+        (exposed / pl.len()).round().cast(pl.Int64).alias("mean_ns"),
+        (exposed / duration).alias("mean_ratio"),
+        is_over.sum().alias("over_steps"),
+        pl.len().alias("steps"),
+    )
+    means = means.filter(pl.col("over_steps") > 1, pl.col("mean_ratio") > max_ratio)
+    medians = quoted_step.per_device(steps.filter(is_over), "exposed_ratio")
+    recurring = medians.join(means, on=["rank", "device"], nulls_equal=True)
+    return recurring.sort("mean_ratio", "rank", "device", descending=[True, False, False])
 
 
 def _issuer_fix(run: Run, calls: pl.DataFrame) -> str:

@@ -45,7 +45,9 @@ def train(out: Path, factor: float) -> None:
 def test_the_first_module_that_computes_something_else_is_named(tmp_path: Path) -> None:
     for name, factor in (("before", 1.0), ("same", 1.0), ("after", 1.0001)):
         train(tmp_path / name, factor)
-    before, same, after = (tracekit.load(str(tmp_path / name), cache=False) for name in ("before", "same", "after"))
+    before, same, after = (
+        numbers.run_numbers(tracekit.load(str(tmp_path / name), cache=False)) for name in ("before", "same", "after")
+    )
     agreement = numbers.agreement(before, same)
     assert agreement is not None
     assert (agreement.first, agreement.rounding_ratio, agreement.steps) == (None, 0.0, 6)

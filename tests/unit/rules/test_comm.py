@@ -32,6 +32,27 @@ def test_the_message_quotes_a_recorded_step_with_its_own_numbers(wording):
     assert (whole["step"], whole["exposed_ns"], whole["step_ns"], whole["start_ns"]) == (2, 4, 10, None)
 
 
+# Gradients are reduced in every second of four steps: 8 of 40 in all, 4 of 12 in those steps.
+EVERY_SECOND = """
+    step     0000000011111111111122222222333333333333
+    compute  aaaaaaaaaaaaaaaa....aaaaaaaaaaaaaaaa....
+    comm     ................xxxx................xxxx
+"""
+
+
+def test_communication_of_every_second_step_counts_by_the_mean_of_all_steps():
+    (found,) = judge(drawn_traces.trace(EVERY_SECOND)).findings
+    assert (found.impact, found.cost_ns) == (8 / 40, 2)
+    assert found.steps == (1, 3)
+    assert found.evidence.row(0, named=True)["step"] in found.steps
+    assert not judge(drawn_traces.trace(EVERY_SECOND), max_exposed_ratio=0.2).findings  # the mean does not exceed it
+
+
+def test_communication_of_a_single_step_is_no_rule_of_the_median():
+    once = EVERY_SECOND.replace("................xxxx................xxxx", "................xxxx....................")
+    assert not judge(drawn_traces.trace(once), max_exposed_ratio=0.05).findings
+
+
 @pytest.mark.parametrize(("threshold", "fires"), [(0.3, True), (0.4, False)])
 def test_the_share_must_exceed_its_threshold(threshold, fires):
     trace = drawn_traces.trace("step 0000000000\ncompute aaaaaa....\ncomm ......xxxx")
