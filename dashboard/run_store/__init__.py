@@ -30,7 +30,7 @@ from tracekit.cli.watch.training_state import TrainingState
 from tracekit.conventions import object_storage
 from tracekit.errors import InputError, RuleError
 from tracekit.ingest import loader
-from tracekit.model.run import OnTrace, Run
+from tracekit.model.run import OnTrace, Run, progress_of
 from tracekit.model.trace import TraceFact
 from tracekit.regression import baseline, samples, step_change
 from tracekit.report.headlines import Headline
@@ -144,7 +144,7 @@ class OpenRun(LoadedRun):
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
-        with self.lock, self.run.reporting(on_trace.get()):
+        with self.lock, progress_of(self.run, on_trace.get()):
             yield
 
 

@@ -171,15 +171,6 @@ class Run:
                 on_progress(MeasuredTrace(source, dict(zip(missing, measured.tables, strict=False)), sources))
         collector.finish(time.monotonic() - began_s)
 
-    @contextmanager
-    def reporting(self, on_progress: OnTrace | None) -> Iterator[None]:
-        """Call `on_progress` after each trace that is measured within the block, whatever needs it."""
-        before, self._on_progress = self._on_progress, on_progress
-        try:
-            yield
-        finally:
-            self._on_progress = before
-
     def scan(self, fact: TraceFact) -> pl.LazyFrame:
         """Return a fact of every trace to select from: as `table`, but not all of it has to fit in memory."""
         self.measure((fact,))
@@ -277,6 +268,16 @@ OFFSETS = schema.table(
         pl.String(),
     ),
 )
+
+
+@contextmanager
+def progress_of(run: Run, on_progress: OnTrace | None) -> Iterator[None]:
+    """Call `on_progress` after each trace of a run that is measured within the block, whatever needs it."""
+    before, run._on_progress = run._on_progress, on_progress
+    try:
+        yield
+    finally:
+        run._on_progress = before
 
 
 def require_run(run: object) -> None:
