@@ -21,7 +21,7 @@ def test_the_best_change_applies(name: str, tmp_path: Path) -> None:
     settings = config.parse(words)
     manifest = Manifest(strategy=settings.strategy, world_size=2, arguments=vars(settings))
     run = Run.__new__(Run)
-    run.manifest = {"device": "cpu"}
+    run.manifest = {"device": "cpu", "strategy": settings.strategy}
     (best,) = [change for change in changes.CHANGES if change.name == configuration.best]
     values = best.values(TunedRun(run, manifest, is_of_trainers=True))
     assert values
