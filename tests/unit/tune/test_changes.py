@@ -8,6 +8,7 @@ import pytest
 
 import tracekit
 from tests.support.cli_runner import ROOT
+from tracekit.cli.commands.tune import HighestRisk
 from tracekit.model.run import Run
 from tracekit.replay.graph import causes
 from tracekit.rules.registry import all_rules
@@ -54,6 +55,10 @@ def test_options_are_those_of_our_trainers(change: Change) -> None:
     options = [word for word in change.option.split() if word.startswith("--")]
     assert options
     assert {option.removeprefix("--").replace("-", "_") for option in options} <= fields
+
+
+def test_options_take_each_risk() -> None:
+    assert [risk.value for risk in HighestRisk] == [risk.label for risk in Risk]
 
 
 def test_a_value_of_two_numbers_fills_both() -> None:

@@ -12,6 +12,7 @@ import msgspec
 import polars as pl
 
 from tracekit.errors import BadTraceError
+from tracekit.ingest import decompression
 from tracekit.ingest.decompression import Blocks
 from tracekit.ingest.readers.reader import Reader, TraceInfo
 from tracekit.model import schema
@@ -90,7 +91,7 @@ _DECODER = msgspec.json.Decoder(_Event)
 
 def _events(path: str) -> Iterator[_Event | None]:
     """Yield the event of each line; None for a line that is none."""
-    for line in _lines(path):
+    for line in decompression.lines(Blocks(path), _MAX_LINE_BYTES):
         text = line.strip().removesuffix(b",").strip(b"[] \t\r")
         if not text:
             continue
@@ -98,18 +99,6 @@ def _events(path: str) -> Iterator[_Event | None]:
             yield _DECODER.decode(text)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             yield None
-
-
-def _lines(path: str) -> Iterator[bytes]:
-    """Yield the lines of a file; of one that is longer than any event the first part only."""
-    rest = b""
-    blocks = Blocks(path)
-    for block in blocks:
-        lines = (rest + block).split(b"\n")
-        blocks.budget.build(len(lines))
-        rest = lines.pop()[:_MAX_LINE_BYTES]
-        yield from lines
-    yield rest
 
 
 class _Log:
