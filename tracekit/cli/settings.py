@@ -240,7 +240,7 @@ def _tune_arguments(arguments: Mapping[str, str], where: str) -> Mapping[str, st
     names = [change.key for change in changes.all_changes()]
     for name, text in arguments.items():
         if name not in names:
-            raise ConfigError(f"{where}: no change is called {name!r}: {settings_file.suggestion(names, name)}")
+            raise ConfigError(f"{where}: no change is called {name!r}: expected one of {', '.join(sorted(names))}")
         try:
             words = shlex.split(text)
         except ValueError as error:

@@ -25,6 +25,12 @@ _CANDIDATE_TIMES = 3.0
 _LEAST_LIMIT_S = 60.0
 """A candidate that takes longer than this and so many times the longest reference hangs."""
 
+_ALL_TRIED = "every proposal was tried"
+_NONE_APPLIES = (
+    "nothing was run, for no proposal of allowed risk saves 3% and applies to COMMAND by an option, a variable or an "
+    "argument that [tune.arguments] of the settings names (docs/tune.md)"
+)
+
 
 class Outcome(StrEnum):
     """Result of a trial."""
@@ -151,7 +157,7 @@ class Tuner:
 
         Raises InputError where the command fails without any change.
         """
-        end, number = "every proposal was tried", None
+        end, number = _ALL_TRIED, None
         try:
             with recording.stop_signals():
                 while (proposal := next(self._worth_trying(), None)) is not None:
@@ -167,6 +173,8 @@ class Tuner:
         tried = {trial.proposal.setting.title for trial in self._trials}
         left = tuple(proposal for proposal in self._left if proposal.setting.title not in tried)
         trials = tuple(self._trials)
+        if not trials and end == _ALL_TRIED:
+            end = _NONE_APPLIES
         return Tuning(self._report.run.name, self._first, trials, self._configuration, left, end, number)
 
     def _propose(self, report: Report) -> Proposals:
