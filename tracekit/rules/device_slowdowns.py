@@ -33,6 +33,12 @@ _UNKNOWN = (
     "kernels of CUDA graphs look the same: record without graphs. If neither applies, look for another process on the "
     "GPU (nvidia-smi)."
 )
+_GAPS = (
+    "Record again without other tools that watch kernels (counters of Nsight Compute or rocprof, compute-sanitizer, "
+    "cuda-gdb, MPS with other processes on the GPU): each can delay every kernel. Compare with the time of a step "
+    "without a profiler: if it is shorter by as much, the profiler causes it. Otherwise launch fewer kernels: "
+    "torch.compile, fused optimizers and norms, larger batches; CUDA graphs shorten the time between kernels."
+)
 _FIX = (
     "See why the clock drops: nvidia-smi -q -d PERFORMANCE,CLOCK,POWER,TEMPERATURE (rocm-smi -a on AMD). Improve "
     "cooling, raise the power limit (nvidia-smi -pl), or lock a clock that all GPUs can sustain (nvidia-smi -lgc)."
@@ -50,73 +56,6 @@ _CONFIDENCES = {True: 0.9, None: 0.7, False: 0.4}
 _LOWER = 0.97
 """A clock below this share of what it was before has fallen."""
 _DEVICE = ["window", "rank", "device"]
-
-
-@dataclass(frozen=True)
-class DeviceStall(Rule):
-    """A stalled device: it runs nothing although work is queued, or pauses the kernels that it runs.
-
-    What it does: reports devices that are idle although launched work waits, or whose kernels take longer by a time
-    slice at times, for more than `min_stall_ratio` of the step: the GPU is shared with another process (time slices),
-    or throttled. Where idle times of `min_unexplained_ratio` always come before the same kernels, a wait of the program
-    that the trace does not show is as likely: that is information.
-
-    Why it costs: the device does nothing for this job meanwhile, and the ranks that exchange data with it wait.
-
-    How it is measured: all devices of a trace are idle for 0.5 ms or more, and the work that runs next had been
-    launched. An event of another stream cannot be what it waits for, since nothing runs. Five such stalls are needed,
-    at places in the program that are passed without one at least as often. Kernels are counted as paused if they take
-    longer than the same kernel in other steps or on other ranks by the length of these idle times or a multiple of it,
-    and if most such excesses have one length. NVIDIA's driver switches between processes after time slices of 1 ms or
-    more. Steps that save are left out. Stalls do not follow the steps, so the message quotes all steps of the worst
-    device; the cost is the saving of a replay in which queued work runs at once.
-
-    How to fix: find the other process (nvidia-smi, nvidia-smi pmon, rocm-smi --showpids); set the compute mode to
-    EXCLUSIVE_PROCESS; share with MPS or MIG instead of time slices; without another process, look for throttling
-    (nvidia-smi -q -d PERFORMANCE), a debugger, or memory that is paged (managed memory, UVM).
-
-    Blind spots: needs recorded launches. Slices shorter than 0.5 ms, and fewer than five in a window, are not seen.
-    Idle times inside CUDA graphs are information only, because profilers lose kernels of graphs. A sampled trace is not
-    judged, and a CPU run has no queued work.
-    """
-
-    code: ClassVar[str] = "STREAM005"
-    facts: ClassVar[tuple[TraceFact, ...]] = (*device_stalls.FACTS, *save_stages.FACTS)
-    min_stall_ratio: float = 0.01
-    min_unexplained_ratio: float = 0.05
-
-    def check(self, run: Run) -> Iterator[Finding]:
-        """Yield one finding on stalls with a cause outside the program, and one on those of unknown cause."""
-        stalls = run.table(device_stalls.paused_kernels)
-        recurring = _worst_device(run, stalls.filter("is_recurring"), self.min_stall_ratio)
-        if recurring is not None:
-            idle, paused = (recurring.stalls.filter(pl.col("kind") == kind) for kind in device_stalls.KINDS)
-            ranks = distinct(recurring.steps, "rank")
-            yield _finding(
-                self.code,
-                Severity.WARNING,
-                f"Another process, or throttling, stops the device of {units.numbers('rank', ranks)}",
-                f"The device does not run queued work for {recurring}: it is time-sliced with another process, or "
-                f"throttled. It is idle {idle.height} times although work is queued, and pauses {paused.height} "
-                f"kernels, typically for {units.duration(_median(recurring.stalls))}. "
-                f"{'Rank' if len(ranks) == 1 else 'Ranks'} {units.ranges(ranks)} "
-                f"{'has' if len(ranks) == 1 else 'have'} such stalls.",
-                _SHARED,
-                recurring,
-            )
-        unknown = _worst_device(run, stalls.filter(~pl.col("is_recurring")), self.min_unexplained_ratio)
-        if unknown is not None:
-            yield _finding(
-                self.code,
-                Severity.INFO,
-                f"Devices idle although work is queued, on {units.numbers('rank', distinct(unknown.steps, 'rank'))}",
-                f"The device is idle for {unknown} although work is queued, {unknown.stalls.height} times, typically "
-                f"for {units.duration(_median(unknown.stalls))}. The idle times recur before the same kernels, lie in "
-                "CUDA graphs or are few, so their cause is unknown: work or waits that were not recorded, or another "
-                "process on the device.",
-                _UNKNOWN,
-                unknown,
-            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,12 +77,109 @@ class _Loss:
         return f"{lost} ({share}) in {where} of rank {self.rank}"
 
     @property
+    def ranks(self) -> tuple[int, ...]:
+        return distinct(self.steps, "rank")
+
+    @property
     def is_of_window(self) -> bool:
         return bool(self.steps["step"].is_null().all())
 
     @property
     def step_count(self) -> int:
         return self.steps.filter(pl.col("rank") == self.rank).select("window", "step").n_unique()
+
+
+@dataclass(frozen=True)
+class DeviceStall(Rule):
+    """A stalled device: it runs nothing although work is queued, or pauses the kernels that it runs.
+
+    What it does: reports devices that are idle although launched work waits, or whose kernels take longer by a time
+    slice at times, for more than `min_stall_ratio` of the step: the GPU is shared with another process (time slices),
+    or throttled. It reports devices that start most queued kernels late, if that takes `min_gap_ratio` of the step.
+    Where idle times of `min_unexplained_ratio` always come before the same kernels, a wait of the program that the
+    trace does not show is as likely: that is information.
+
+    Why it costs: the device does nothing for this job meanwhile, and the ranks that exchange data with it wait.
+
+    How it is measured: all devices of a trace are idle for 0.5 ms or more, and the work that runs next had been
+    launched. An event of another stream cannot be what it waits for, since nothing runs. Five such stalls are needed,
+    at places in the program that are passed without one at least as often. Kernels are counted as paused if they take
+    longer than the same kernel in other steps or on other ranks by the length of these idle times or a multiple of it,
+    and if most such excesses have one length. NVIDIA's driver switches between processes after time slices of 1 ms or
+    more. Kernels start late where most idle times between queued kernels of one stream take 6 µs or more: NVIDIA's GPUs
+    take 1 to 3 µs, MI300X 4 µs. Steps that save are left out. Stalls do not follow the steps, so the message quotes all
+    steps of the worst device; the cost is the saving of a replay in which queued work runs at once.
+
+    How to fix: find the other process (nvidia-smi, nvidia-smi pmon, rocm-smi --showpids); set the compute mode to
+    EXCLUSIVE_PROCESS; share with MPS or MIG instead of time slices; without another process, look for throttling
+    (nvidia-smi -q -d PERFORMANCE), a debugger, or memory that is paged (managed memory, UVM).
+
+    Blind spots: needs recorded launches. Slices shorter than 0.5 ms are seen only where they delay most kernels; fewer
+    than five in a window are not. Idle times inside CUDA graphs are information only, because profilers lose kernels of
+    graphs. A sampled trace is not judged, and a CPU run has no queued work.
+    """
+
+    code: ClassVar[str] = "STREAM005"
+    facts: ClassVar[tuple[TraceFact, ...]] = (*device_stalls.FACTS, *save_stages.FACTS)
+    min_stall_ratio: float = 0.01
+    min_gap_ratio: float = 0.03
+    min_unexplained_ratio: float = 0.05
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield a finding on stalls with a cause outside the program, one on late starts, and one on unknown causes."""
+        stalls = run.table(device_stalls.paused_kernels)
+        is_gap, is_recurring = pl.col("kind") == device_stalls.GAP, pl.col("is_recurring")
+        recurring = _worst_device(run, stalls.filter(is_recurring, ~is_gap), self.min_stall_ratio)
+        if recurring is not None:
+            yield self._stopped(recurring)
+        gaps = _worst_device(run, stalls.filter(is_gap), self.min_gap_ratio)
+        if gaps is not None:
+            yield self._late_starts(gaps)
+        unknown = _worst_device(run, stalls.filter(~is_recurring), self.min_unexplained_ratio)
+        if unknown is not None:
+            yield self._unexplained(unknown)
+
+    def _stopped(self, loss: _Loss) -> Finding:
+        of_kind = {kind: loss.stalls.filter(pl.col("kind") == kind).height for kind in device_stalls.KINDS}
+        return _finding(
+            self.code,
+            Severity.WARNING,
+            f"Another process, or throttling, stops the device of {units.numbers('rank', loss.ranks)}",
+            f"The device does not run queued work for {loss}: it is time-sliced with another process, or throttled. It "
+            f"is idle {of_kind[device_stalls.IDLE]} times although work is queued, and pauses "
+            f"{of_kind[device_stalls.PAUSED]} kernels, typically for {units.duration(_median(loss.stalls))}. "
+            f"{'Rank' if len(loss.ranks) == 1 else 'Ranks'} {units.ranges(loss.ranks)} "
+            f"{'has' if len(loss.ranks) == 1 else 'have'} such stalls.",
+            _SHARED,
+            loss,
+        )
+
+    def _late_starts(self, loss: _Loss) -> Finding:
+        return _finding(
+            self.code,
+            Severity.WARNING,
+            f"The device of {units.numbers('rank', loss.ranks)} starts queued kernels late",
+            f"The device is idle for {loss} although kernels are launched: {loss.stalls.height:,} times, typically "
+            f"for {units.duration(_median(loss.stalls))} beyond the {units.duration(device_stalls.USUAL_GAP_NS)} that "
+            "a GPU takes between two kernels.",
+            _GAPS,
+            loss,
+            subject="late starts",
+        )
+
+    def _unexplained(self, loss: _Loss) -> Finding:
+        return _finding(
+            self.code,
+            Severity.INFO,
+            f"Devices idle although work is queued, on {units.numbers('rank', loss.ranks)}",
+            f"The device is idle for {loss} although work is queued, {loss.stalls.height} times, typically for "
+            f"{units.duration(_median(loss.stalls))}. The idle times recur before the same kernels, lie in CUDA graphs "
+            "or are few, so their cause is unknown: work or waits that were not recorded, or another process on the "
+            "device.",
+            _UNKNOWN,
+            loss,
+            subject="unknown cause",
+        )
 
 
 @dataclass(frozen=True)
@@ -270,7 +306,9 @@ def _worst_device(run: Run, stalls: pl.DataFrame, min_ratio: float) -> _Loss | N
     )
 
 
-def _finding(code: str, severity: Severity, claim: str, message: str, fix: str, loss: _Loss) -> Finding:
+def _finding(
+    code: str, severity: Severity, claim: str, message: str, fix: str, loss: _Loss, subject: str = ""
+) -> Finding:
     is_warning = severity > Severity.INFO
     return Finding(
         code,
@@ -280,11 +318,11 @@ def _finding(code: str, severity: Severity, claim: str, message: str, fix: str, 
         impact=min(1.0, loss.lost_ns / loss.duration_ns),
         cost_ns=loss.lost_ns // max(1, loss.step_count),
         confidence=0.8 if is_warning else 0.4,
-        ranks=distinct(loss.steps, "rank"),
+        ranks=loss.ranks,
         steps=distinct(loss.steps, "step"),
         evidence=loss.stalls.head(_EVIDENCE_ROWS),
         what_if=WhatIf(DEVICE_STALL) if is_warning else None,
-        subject="" if is_warning else "unknown cause",
+        subject=subject,
         is_of_window=loss.is_of_window,
         claim=claim,
     )

@@ -147,6 +147,21 @@ class TestOnARealRecording:
         assert finding.severity.label == "warning"
         assert savings.saving(run, "device-stall").saved_ns > 0
 
+    def test_kernels_that_one_device_starts_late_are_found_and_cost_what_they_cost(self, tmp_path):
+        job = perturbation_graph.load((SHARED / "nanogpt_h100_8ranks").glob("*.json.gz"))
+        injected_faults.delayed_stream(job, 0.3, random.Random("late starts"))
+        late = {rank.number for rank in job.ranks if sum(kernel.delay > 0 for kernel in rank.kernels) > 100}
+        job.replay()
+        steps = len(injected_faults.steps_of(job.ranks[0]))
+        for of_rank, document in zip(job.ranks, job.documents(), strict=True):
+            perturbation_graph.write(document, tmp_path / f"rank{of_rank.number}.json.gz")
+        run = tracekit.load(str(tmp_path), cache=False)
+        (finding,) = [finding for finding in engine.check(run).findings if finding.code == "STREAM005"]
+        assert (finding.severity.label, finding.subject) == ("warning", "late starts")
+        assert set(finding.ranks) == late
+        # The recording has gaps of 1.7 µs of its own, and other ranks are late: part of them hides these.
+        assert finding.cost_ns == pytest.approx(1000 * job.lost_in_steps_us() / steps, rel=0.4)
+
     @pytest.mark.parametrize("folder", ["torchrec_v100_4ranks", "megatron_tp8_a100_8ranks", "hta_ddp_v100_memory"])
     def test_public_recordings_have_no_stall(self, folder):
         assert tracekit.load(str(SHARED / folder)).table(device_stalls).is_empty()
@@ -183,6 +198,49 @@ def test_a_copy_that_the_host_waits_for_is_queued_from_its_call():
     causes = compute_gap_causes(held)
     assert causes.filter(pl.col("cause") == "device_stall")["dur_ns"].sum() == 100 * drawn_hosts.UNIT_NS
     assert gap_causes(held).is_empty()
+
+
+def late_starts(gaps_ns, *, launched_late=()):
+    """Return a trace of kernels of 50 µs that all were launched at first, with a gap before each."""
+    drawn = drawn_hosts.trace(f"step {'0' * len(gaps_ns)}\ncompute {('abcd' * len(gaps_ns))[: len(gaps_ns)]}")
+    starts = [sum(gaps_ns[: number + 1]) + number * drawn_hosts.UNIT_NS for number in range(len(gaps_ns))]
+    called = [start if number in launched_late else 0 for number, start in enumerate(starts)]
+    return drawn.replace(
+        ops=drawn.ops.with_columns(pl.Series("start_ns", called, pl.Int64)),
+        activities=drawn.activities.with_columns(pl.Series("start_ns", starts, pl.Int64)),
+        steps=drawn.steps.with_columns(end_ns=pl.lit(starts[-1] + drawn_hosts.UNIT_NS, pl.Int64)),
+    )
+
+
+def test_a_device_that_starts_each_queued_kernel_late_is_stalled_by_the_rest_of_each_gap():
+    stalls = device_stalls(late_starts([0] + [15_000] * 59))
+    assert set(stalls.select("kind", "is_recurring", "dur_ns").rows()) == {("gap", True, 12_000)}
+    assert stalls.height == 59
+
+
+def test_late_starts_are_priced_by_a_replay():
+    run = drawn_traces.run(late_starts([0] + [15_000] * 59))
+    (finding,) = engine.check(run, [DeviceStall()]).findings
+    assert (finding.severity.label, finding.subject) == ("warning", "late starts")
+    assert finding.cost_ns == pytest.approx(59 * 12_000, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "gaps_ns",
+    [
+        [0] + [3_000] * 59,  # what a GPU takes
+        [0] + [15_000] * 25,  # too few to say that this device takes as long
+        [0, *([2_000] * 3 + [40_000]) * 15],  # before a few kernels only: waits of the program
+        [0] + [600_000] * 59,  # as long as a time slice: before each kernel it is a wait of the program
+    ],
+)
+def test_other_gaps_are_none(gaps_ns):
+    assert "gap" not in set(device_stalls(late_starts(gaps_ns))["kind"])
+
+
+def test_kernels_that_are_launched_late_have_no_gap():
+    trace = late_starts([0] + [15_000] * 59, launched_late=range(60))
+    assert device_stalls(trace).is_empty()
 
 
 def test_rules_on_the_host_do_not_report_a_stalled_device():

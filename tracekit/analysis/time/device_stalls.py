@@ -1,7 +1,7 @@
 """Device stalls: a device that runs nothing although work is queued, or that pauses the kernel that it runs.
 
-Another process has the device meanwhile (time slices), or it is throttled. Neither the host nor another rank causes
-that time.
+Another process has the device meanwhile (time slices), it is throttled, or it starts each kernel late. Neither the host
+nor another rank causes that time.
 """
 
 from dataclasses import dataclass
@@ -19,13 +19,21 @@ from tracekit.model.run import Run
 from tracekit.model.sweep_line import Flags, Ints
 from tracekit.model.trace import Trace, TraceFact
 
-IDLE, PAUSED = KINDS = ("idle", "paused")
-"""The device is idle before the next work on any stream; or a kernel takes longer by as much as such idle times."""
+IDLE, PAUSED, GAP = KINDS = ("idle", "paused", "gap")
+"""The device is idle before the next work on any stream; a kernel takes longer by as much as such idle times; or the
+device is idle for a short time between most kernels of a stream."""
 
 MIN_STALL_NS = 500_000
 """A kernel starts some µs after its launch. NVIDIA's driver gives each process slices of 1,024 µs or more (Volta and
 later: the default time slice of a channel group in open-gpu-kernel-modules); half a slice can be recognised."""
 MIN_STALLS = 5  # fewer may be the program's own
+USUAL_GAP_NS = 3_000
+"""Queued kernels of a stream follow each other after 0.4 to 3 µs (median; 90% after 0.7 to 5 µs) in recordings of V100,
+A100, H100 and H200, after 4 µs (4 to 5 µs) in one of MI300X."""
+MIN_GAP_NS = 6_000
+_MIN_GAPS = 30
+_LEAST_GAPS_RATIO = 0.01
+"""Gaps that take a smaller share of the device's time are no rows: there may be one for each kernel."""
 COLUMNS = schema.columns(
     "device activity_id name step lane kind is_recurring start_ns dur_ns usual_ns", is_recurring=pl.Boolean
 )
@@ -43,6 +51,7 @@ _LEAST_NS = 100_000
 """The usual duration of shorter kernels matters little next to a time slice."""
 _OTHER_RANKS = 2
 _WINDOW, _PLACE = ["window", "rank"], ["kernel", "nth"]
+_OF_SLICES = pl.col("is_recurring") & (pl.col("kind") != GAP)
 
 
 @trace_fact
@@ -64,6 +73,10 @@ def device_stalls(trace: Trace) -> pl.DataFrame:
 
     A `paused` stall is a kernel that takes longer than the same kernel else, by about the length of an idle stall, or a
     multiple of it. These count if most such excesses on the device have one length.
+
+    A `gap` is idle time of MIN_GAP_NS or more, but shorter than a stall, less the first USUAL_GAP_NS: the device takes
+    that long to start work. It counts in streams on which most kernels that are queued behind another start as late, if
+    gaps take 1% of the device's time. Where another stream is busy, only gaps of the stream's usual length count.
     """
     if trace_columns.has_issue(trace, "sampled") or not trace.on_device:
         return schema.empty(COLUMNS)
@@ -87,7 +100,7 @@ def _idle_spans(trace: Trace, device: int | None, which: pl.Expr) -> Spans:
     if device_stalls(trace).is_empty():
         return intervals.EMPTY
     on_device = pl.col("device").eq_missing(pl.lit(device, pl.Int64))
-    return intervals.from_table(device_stalls(trace).filter(on_device, pl.col("kind") == IDLE, which))
+    return intervals.from_table(device_stalls(trace).filter(on_device, pl.col("kind") != PAUSED, which))
 
 
 @dataclass(frozen=True)
@@ -126,20 +139,23 @@ def _of_device(trace: Trace, device: int) -> pl.DataFrame:
         is_rest = ~idle.is_whole & (idle.dur_ns <= (1 + ALIKE_RATIO) * slice_ns)
         of_cause |= is_rest & ~idle.in_graph & ~idle.is_usual
     usual_ns = np.where(alike, work["dur_ns"].to_numpy()[paused.row] - paused.dur_ns, 0)
-    rows = np.concatenate((idle.row, paused.row[alike])) if recurs else idle.row
-    spans = np.concatenate((idle.spans, paused.spans[alike])) if recurs else idle.spans
+    if not recurs:
+        alike[:] = False
+    gap_rows, gap_spans = _gaps(trace, device)
+    counts = len(idle.row), int(alike.sum()), len(gap_rows)
+    rows = np.concatenate((idle.row, paused.row[alike], gap_rows))
     if not len(rows):
         return schema.empty(COLUMNS)
-    is_idle = np.arange(len(rows)) < len(idle.row)
-    certain = np.concatenate((of_cause, np.ones(len(rows) - len(idle.row), np.bool_))) & recurs
-    usual = np.concatenate((np.full(len(idle.row), -1), usual_ns[alike]))[: len(rows)]
+    spans = np.concatenate((idle.spans, paused.spans[alike], gap_spans))
+    certain = np.concatenate((of_cause & recurs, np.ones(counts[1] + counts[2], np.bool_)))
+    usual = np.concatenate((np.full(counts[0], -1), usual_ns[alike], np.full(counts[2], -1)))
     windows = trace_columns.windows(trace).filter(pl.col("device") == device)
     window_spans = intervals.from_columns(windows["start_ns"], windows["end_ns"] - windows["start_ns"])
     return (
         work.select("device", pl.col("id").alias("activity_id"), "name", "lane")[rows]
         .with_columns(
             columns.values_at(windows["step"], sweep_line.running(window_spans, spans[:, 0])).alias("step"),
-            pl.Series("kind", np.where(is_idle, IDLE, PAUSED).astype(object), pl.String),
+            pl.Series("kind", np.repeat(np.array(KINDS, object), counts), pl.String),
             pl.Series("is_recurring", certain, pl.Boolean),
             pl.Series("start_ns", spans[:, 0], pl.Int64),
             pl.Series("dur_ns", spans[:, 1] - spans[:, 0], pl.Int64),
@@ -164,16 +180,16 @@ def common_length(lengths_ns: Ints) -> float | None:
 def paused_kernels(run: Run) -> pl.DataFrame:
     """Spans in which devices did not run the work that was queued. Columns window, rank, those of `device_stalls`.
 
-    On devices with recurring stalls of one length, a kernel is paused, too, if it takes longer than the same kernel in
-    another step or on other ranks by that length or a multiple of it. The same kernel has the same `kernel_ids` and
-    number within its step. The other ranks must agree by a fraction of the length; all their durations are multiplied
-    by how much slower the rank typically is.
+    On devices with recurring stalls of one length, gaps aside, a kernel is paused, too, if it takes longer than the
+    same kernel in another step or on other ranks by that length or a multiple of it. The same kernel has the same
+    `kernel_ids` and number within its step. The other ranks must agree by a fraction of the length; all their durations
+    are multiplied by how much slower the rank typically is.
     """
     of_traces = run.table(device_stalls)
     # Length that most stalls of a device have: window, rank, slice_ns; none where they differ.
     rows = [
         (*key, length_ns)
-        for key, rank_stalls in of_traces.filter("is_recurring").group_by(*_WINDOW, maintain_order=True)
+        for key, rank_stalls in of_traces.filter(_OF_SLICES).group_by(*_WINDOW, maintain_order=True)
         if (length_ns := common_length(rank_stalls["dur_ns"].to_numpy())) is not None
     ]
     lengths = pl.DataFrame(rows, schema={**dict.fromkeys(_WINDOW, pl.Int64), "slice_ns": pl.Float64}, orient="row")
@@ -220,7 +236,7 @@ def long_kernels(trace: Trace) -> pl.DataFrame:
 
     Columns KERNEL_COLUMNS; one row per kernel.
     """
-    stalled = device_stalls(trace).filter("is_recurring")["device"]
+    stalled = device_stalls(trace).filter(_OF_SLICES)["device"]
     if stalled.is_empty():
         return schema.empty(KERNEL_COLUMNS)
     is_long = pl.col("dur_ns") >= MIN_STALL_NS
@@ -261,6 +277,41 @@ def _idle(trace: Trace, device: int) -> _Stalls:
     is_whole = queued[row] <= idle[:, 0]
     is_usual = (stalled > 1) & (stalled == seen)
     return _Stalls(row[is_long], spans[is_long], is_whole[is_long], unusual & ~in_graph, is_usual, in_graph)
+
+
+def _gaps(trace: Trace, device: int) -> tuple[Ints, Spans]:
+    """Row of the work that starts late on each stream that starts most of it late, and the gap; see `device_stalls`."""
+    work = launched_work.work_columns(trace, device)
+    spans, queued_ns = work.spans, _queued_ns(trace, device)
+    busy = intervals.union(spans)
+    stretch = np.searchsorted(busy[:, 0], spans[:, 0], side="right") - 1
+    idle_since = np.append(busy[:, 1], 0)[stretch - 1]
+    stream_end = _previous_ends(spans, work.lane)
+    is_first = (stretch > 0) & (busy[stretch, 0] == spans[:, 0])
+    lengths = spans[:, 0] - np.maximum(queued_ns, np.where(is_first, idle_since, stream_end))
+    is_gap = (stretch > 0) & ~work.communicates & (queued_ns != _LATER) & (lengths >= 0) & (lengths < MIN_STALL_NS)
+    # It can wait for no event of another stream if its own stream was the last to end.
+    is_typical = is_gap & is_first & (queued_ns <= idle_since) & (stream_end == idle_since) & (lengths > 0)
+    is_late = np.zeros(len(lengths), np.bool_)
+    for lane in np.unique(work.lane):
+        typical = lengths[is_typical & (work.lane == lane)]
+        if len(typical) >= _MIN_GAPS and (usual_ns := float(np.median(typical))) >= MIN_GAP_NS:
+            is_alike = is_first | (np.abs(lengths - usual_ns) <= ALIKE_RATIO * usual_ns)
+            is_late |= is_gap & is_alike & (work.lane == lane) & (lengths >= MIN_GAP_NS)
+    rows = np.flatnonzero(is_late)
+    gaps = np.stack((spans[rows, 0] - lengths[rows] + USUAL_GAP_NS, spans[rows, 0]), axis=1)
+    if (gaps[:, 1] - gaps[:, 0]).sum() < _LEAST_GAPS_RATIO * (busy[-1:, 1] - busy[:1, 0]).sum():
+        return rows[:0], intervals.EMPTY
+    is_alone = ~_has_other_cause(trace, launched_work.work(trace, device), gaps, gaps[:, 0] - USUAL_GAP_NS)
+    return rows[is_alone], gaps[is_alone]
+
+
+def _previous_ends(spans: Spans, lane: Ints) -> Ints:
+    """End of the work before on the same stream; NEVER for the first, in ns, shape (n,)."""
+    order = np.lexsort((spans[:, 0], lane))
+    before = np.full(len(lane), sweep_line.NEVER, np.int64)
+    before[order[1:]] = np.where(lane[order[1:]] == lane[order[:-1]], spans[order[:-1], 1], sweep_line.NEVER)
+    return before
 
 
 def _is_unusual(place: Ints, row: Ints) -> Flags:

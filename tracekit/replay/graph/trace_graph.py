@@ -112,22 +112,28 @@ def preparation(trace: Trace) -> pl.DataFrame:
 def delays(trace: Trace, items: pl.DataFrame) -> Ints:
     """Return by how much a stall delays the start of each item (`dependencies.lane_items`), shape (n,).
 
-    That is the first work after the stall on each stream, as far as it was queued by then.
+    That is the first work after the stall on each stream, as far as it was queued by then; after a gap, only on the
+    stream that has it.
     """
     delay_ns = np.zeros(items.height, np.int64)
     all_stalls = device_stalls.device_stalls(trace)
     if all_stalls.is_empty():
         return delay_ns
-    stalls = all_stalls.filter(flags(all_stalls["is_recurring"]) & flags(all_stalls["kind"] == device_stalls.IDLE))
+    stalls = all_stalls.filter(flags(all_stalls["is_recurring"]) & flags(all_stalls["kind"] != device_stalls.PAUSED))
     if stalls.is_empty():
         return delay_ns
-    spans, stalled = intervals.from_table(stalls), ids(stalls["device"])
+    spans, stalled, is_gap = (
+        intervals.from_table(stalls),
+        ids(stalls["device"]),
+        flags(stalls["kind"] == device_stalls.GAP),
+    )
+    next_lane = ids(stalls["lane"])
     names = ("start_ns", "launched_ns", "device", "lane", "is_wait")
     start, launched, device, lane, is_wait = (items[name].to_numpy() for name in names)
     for lane_number in distinct(lane[~is_wait]):
         rows = np.flatnonzero((lane == lane_number) & ~is_wait)
         rows = rows[np.argsort(start[rows], kind="stable")]
-        begin, end = spans[stalled == device[rows[0]]].T
+        begin, end = spans[(stalled == device[rows[0]]) & (~is_gap | (next_lane == lane_number))].T
         first = np.searchsorted(start[rows], end, side="left")
         has_work = first < len(rows)
         work = rows[first[has_work]]
