@@ -12,6 +12,7 @@ import polars as pl
 from dashboard.run_entry import RunEntry
 from tracekit.model import escaping, units
 from tracekit.model.schema import ColumnTypes
+from tracekit.rules.report_entry import Summary
 from tracekit.rules.rule import Severity
 
 UNCHECKED, GOOD, BROKEN, QUALITY_ISSUES = "not checked", "good", "cannot be opened", "data issues"
@@ -36,7 +37,7 @@ _WORTH_SHOWING = 0.03
 """Share of the time from which a finding of information is no good verdict: from there on findings may be warnings."""
 LARGEST_SAVING = "largest potential saving first"
 ORDERS: Mapping[str, tuple[Callable[[RunEntry], Any], bool]] = {
-    LARGEST_SAVING: (lambda entry: entry.summary and (entry.summary.impact, _weight(entry)), True),
+    LARGEST_SAVING: (lambda entry: entry.summary and largest_saving(entry.summary), True),
     "name": (lambda entry: entry.name, False),
     "newest first": (lambda entry: entry.created_ns, True),
     "slowest step first": (lambda entry: entry.summary and entry.summary.step_time_ns, True),
@@ -47,6 +48,13 @@ ORDERS: Mapping[str, tuple[Callable[[RunEntry], Any], bool]] = {
     "largest first": (lambda entry: entry.size_bytes, True),
 }
 """Orders of the list, the usual one first: the sort key, and whether the largest comes first."""
+
+
+def largest_saving(summary: Summary) -> tuple[object, ...]:
+    """Sort key: a warning's saving is above one that is less likely than not, as in the report of each run."""
+    counts = tuple(summary.findings.get(label, 0) for label in SEVERITIES)
+    has_warning = any(summary.findings.get(severity.label) for severity in (Severity.ERROR, Severity.WARNING))
+    return has_warning and summary.impact > 0, summary.impact, counts
 
 
 @dataclass(frozen=True)

@@ -84,18 +84,19 @@ def _show_skipped(folders: Sequence[str]) -> None:
 
 def _headline(entries: Sequence[RunEntry], progress: Progress) -> Headline:
     """Sentence on the run that loses most, and on how many are not checked."""
-    checked = [entry for entry in entries if entry.summary is not None]
+    summaries = {entry.name: entry.summary for entry in entries if entry.summary is not None}
     unchecked = sum(runs_table.verdict(entry) == runs_table.UNCHECKED for entry in entries)
-    more = f"{len(checked):,} of {units.count(len(checked) + unchecked, 'run')} checked" if unchecked else ""
+    more = f"{len(summaries):,} of {units.count(len(summaries) + unchecked, 'run')} checked" if unchecked else ""
     if more and progress.current:
         more += f"; {escaping.inert(progress.current, MAX_NAME)} is being checked"
-    costliest = max(checked, key=lambda entry: entry.summary.impact if entry.summary else 0.0, default=None)
-    if costliest is None or costliest.summary is None:
+    if not summaries:
         return Headline(more or "No run can be opened")
-    if not costliest.summary.impact:
-        return Headline(f"No check of {units.count(len(checked), 'run')} found lost time", more)
-    name, share = escaping.inert(costliest.name, MAX_NAME), units.share(costliest.summary.impact)
-    about, _, _ = costliest.summary.costliest.partition(". ")
+    name = max(summaries, key=lambda name: runs_table.largest_saving(summaries[name]))
+    costliest = summaries[name]
+    if not costliest.impact:
+        return Headline(f"No check of {units.count(len(summaries), 'run')} found lost time", more)
+    name, share = escaping.inert(name, MAX_NAME), units.share(costliest.impact)
+    about, _, _ = costliest.costliest.partition(". ")
     text = f"{name} has the largest potential saving, {share} of its step time"
     return Headline(text, ". ".join(filter(None, (about, more))))
 

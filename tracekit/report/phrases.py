@@ -15,10 +15,9 @@ from tracekit.rules.rule import (
     Finding,
     Report,
     Severity,
-    cost_order,
     doubtful_data_issue,
+    first_to_read,
     has_found_iterations,
-    is_data_quality,
 )
 from tracekit.sync import alignment
 
@@ -33,10 +32,8 @@ def headline(findings: Sequence[Finding], cannot_judge: str | None = None) -> st
     """Return the sentence to read first: why the run cannot be judged, else the costliest finding of the severest."""
     if cannot_judge is not None:
         return f"Cannot judge this run: {cannot_judge}"
-    if not findings:
-        return "No problems found"
-    # Where a recording is as doubtful as a loss is certain, the loss is what a person can act on.
-    return max(findings, key=lambda f: (f.severity, not is_data_quality(f.code), *cost_order(f))).sentence
+    first = first_to_read(findings)
+    return "No problems found" if first is None else first.sentence
 
 
 def no_problems(report: Report) -> str:

@@ -33,8 +33,8 @@ from tracekit.rules.rule import (
     Report,
     Severity,
     WhatIf,
-    costliest,
     doubtful_data_issue,
+    first_to_read,
     is_data_quality,
 )
 from tracekit.sync import alignment
@@ -67,9 +67,9 @@ class Summary:
     """The slowest rank's time of each step, in order; at most the last `MAX_STEPS`."""
     exposed_communication_ratio: float | None
     impact: float
-    """The largest share of the step that one finding costs, upper bounds aside."""
+    """Share of the step that the finding to read first costs; 0 for an upper bound."""
     costliest: str = ""
-    """The code and the sentence of the finding that costs most."""
+    """The code and the sentence of the finding to read first."""
     is_doubtful: bool = False
     """Whether no finding is known because most of the data is doubtful, or no rule could judge the run."""
     impacts: Mapping[str, float] = field(default_factory=dict)
@@ -86,7 +86,7 @@ def summarize(report: Report, *, has_comparisons: bool = True) -> Summary:
     """Return the summary of a report; its run's facts have been measured, also those of comparisons where stated."""
     findings = [finding for finding in report.findings if not is_data_quality(finding.code)]
     issues = [issue for issue in report.findings if is_data_quality(issue.code) and issue.severity > Severity.INFO]
-    steps, worst = breakdown.step_times(report.run), costliest(findings)
+    steps, first = breakdown.step_times(report.run), first_to_read(findings)
     impacts: dict[str, float] = {}
     for finding in findings:
         if not finding.is_upper_bound:
@@ -99,8 +99,8 @@ def summarize(report: Report, *, has_comparisons: bool = True) -> Summary:
         breakdown.step_time_ns(report.run),
         tuple(steps["duration_ns"].tail(MAX_STEPS).to_list()),
         breakdown.exposed_communication_ratio(report.run),
-        worst.impact if worst else 0.0,
-        escaping.inert(f"{worst.code}: {worst.sentence}", MAX_COSTLIEST) if worst else "",
+        first.impact if first and not first.is_upper_bound else 0.0,
+        escaping.inert(f"{first.code}: {first.sentence}", MAX_COSTLIEST) if first else "",
         report.cannot_judge is not None or doubtful_data_issue(report.findings) is not None,
         impacts,
         not report.run.table(breakdown.by_rank).is_empty(),

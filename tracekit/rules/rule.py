@@ -213,6 +213,14 @@ def costliest(findings: Iterable[Finding]) -> Finding | None:
     return max((finding for finding in findings if not finding.is_upper_bound), key=cost_order, default=None)
 
 
+def first_to_read(findings: Iterable[Finding]) -> Finding | None:
+    """Costliest of the severest findings; None without any.
+
+    Where a recording is as doubtful as a loss is certain, the loss is what a person can act on.
+    """
+    return max(findings, key=lambda f: (f.severity, not is_data_quality(f.code), *cost_order(f)), default=None)
+
+
 def is_data_quality(code: str) -> bool:
     """Return whether a rule judges the recording rather than the training."""
     return code.rstrip("0123456789") == "DATA"
