@@ -100,7 +100,10 @@ class Page:
         return cls(title, address, summary, *more, **options)
 
     def cost_ratio(self, entry: RunEntry) -> float:
-        """Cost of the costliest finding on this page, as a share of the step; 0 where the run was not checked."""
+        """Cost of the costliest warning on this page, as a share of the step; 0 where the run was not checked.
+
+        In a run without warnings, that of the costliest information.
+        """
         impacts = entry.summary.impacts if entry.summary else {}
         return max((impact for code, impact in impacts.items() if findings.family(code) in self.families), default=0.0)
 

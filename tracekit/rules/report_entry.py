@@ -36,6 +36,7 @@ from tracekit.rules.rule import (
     doubtful_data_issue,
     first_to_read,
     is_data_quality,
+    warnings,
 )
 from tracekit.sync import alignment
 
@@ -73,7 +74,10 @@ class Summary:
     is_doubtful: bool = False
     """Whether no finding is known because most of the data is doubtful, or no rule could judge the run."""
     impacts: Mapping[str, float] = field(default_factory=dict)
-    """The largest share of the step that one finding of a rule costs, by its code; upper bounds aside."""
+    """The largest share of the step that one warning of a rule costs, by its code; without warnings, one information.
+
+    Upper bounds aside.
+    """
     has_work: bool = True
     """Whether the traces contain kernels, or operators on a CPU run."""
     has_memory: bool = True
@@ -88,7 +92,7 @@ def summarize(report: Report, *, has_comparisons: bool = True) -> Summary:
     issues = [issue for issue in report.findings if is_data_quality(issue.code) and issue.severity > Severity.INFO]
     steps, first = breakdown.step_times(report.run), first_to_read(findings)
     impacts: dict[str, float] = {}
-    for finding in findings:
+    for finding in list(warnings(findings)) or findings:
         if not finding.is_upper_bound:
             impacts[finding.code] = max(finding.impact, impacts.get(finding.code, 0.0))
     memory_tables = (report.run.table(allocations.peaks), report.run.table(saves.by_save))
