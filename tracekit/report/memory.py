@@ -69,10 +69,13 @@ def _change(usage: MemoryUsage, against: MemoryUsage) -> tuple[pl.DataFrame, pl.
 
 
 def oom_sentences(oom: OutOfMemoryEvent, rank: int | None = None) -> list[str]:
-    """Sentences on the request, who made it, why it failed, and what would have served it."""
+    """Sentences on the cause where it is known, the request that failed, and what would have served it."""
     by = " in ".join(filter(None, (oom.operator, oom.location))) or "code that is not in the snapshot"
     where = f"device {oom.device}" + ("" if rank is None else f" of rank {rank}")
-    sentences = [f"Out of memory: {by} requested {units.size(oom.requested_bytes)} on {where}."]
+    size, cause = units.size(oom.requested_bytes), _oom_cause(oom)
+    sentences = [f"Out of memory: {by} requested {size} on {where}."]
+    if cause:
+        sentences = [f"Out of memory: {cause}", f"The request that failed: {size} on {where}, by {by}."]
     if oom.segment_bytes != oom.requested_bytes:
         sentences.append(f"PyTorch tried to allocate {units.size(oom.segment_bytes)} of the device for it.")
     if oom.free_bytes is not None:
@@ -82,12 +85,20 @@ def oom_sentences(oom: OutOfMemoryEvent, rank: int | None = None) -> list[str]:
             f"{units.size(oom.reserved_unallocated_bytes)} was reserved by PyTorch but unallocated; the largest block "
             f"that could serve the request has {units.size(oom.largest_free_block_bytes or 0)}."
         )
-    growth = [
-        f"Memory grows by {units.size(row['step_bytes'])} a step: {row['op']} requested it in each of the last "
-        f"{row['steps']} steps, and it was not freed; that is {units.size(row['bytes'])}."
-        for row in oom.growth.head(1).iter_rows(named=True)
-    ]
-    return [*sentences, *growth, *_oom_advice(oom), *oom.notes]
+    return [*sentences, *_oom_advice(oom), *oom.notes]
+
+
+def _oom_cause(oom: OutOfMemoryEvent) -> str:
+    """Cause of a request that failed; "" where it is simply too large. Growth explains what it exceeds."""
+    for row in oom.growth.head(1).iter_rows(named=True):
+        if row["bytes"] >= oom.requested_bytes:
+            return (
+                f"memory grows by {units.size(row['step_bytes'])} a step, which {row['op']} requested in each of the "
+                f"last {row['steps']} steps and nothing freed: {units.size(row['bytes'])}."
+            )
+    if oom.is_fragmentation:
+        return "the memory is fragmented; enough was free, but in smaller blocks."
+    return ""
 
 
 def _limit(oom: OutOfMemoryEvent) -> str:
@@ -110,7 +121,7 @@ def _oom_advice(oom: OutOfMemoryEvent) -> list[str]:
         ]
     tried = f" None of {', '.join(oom.tried['settings'])} would have served it." if oom.tried.height else ""
     if oom.is_fragmentation:
-        return [f"The memory is fragmented: enough was free, but in smaller blocks.{tried}"]
+        return [tried.strip()] if tried else []
     if oom.allocated_bytes is None or oom.free_bytes is None or oom.reserved_bytes is None:
         return []
     missing_bytes = oom.requested_bytes - oom.room_bytes - (oom.reserved_bytes - oom.allocated_bytes)

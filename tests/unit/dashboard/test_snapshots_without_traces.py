@@ -32,8 +32,8 @@ def test_the_page_memory_draws_them_with_the_categories_at_the_peak(folder, name
     assert "memory snapshots without traces" in html_of(shown)
     assert shown.selectbox[0].options[0].startswith("memory snapshot of rank 0")
     said = html_of(shown)
-    assert "Out of memory: aten::sum_dim_IntList in the backward pass requested 128 MiB on device 0 of rank 0." in said
-    assert "Memory grows by 16 MiB a step: aten::clone in &lt;module&gt; (oom.py:36)" in said
+    assert "128 MiB on device 0 of rank 0, by aten::sum_dim_IntList in the backward pass." in said
+    assert "Out of memory: memory grows by 16 MiB a step, which aten::clone in &lt;module&gt; (oom.py:36)" in said
     headings = [each.value for each in shown.subheader]
     assert headings[:2] == ["Allocated when memory ran out", "Memory that grows from step to step"]
     assert "Other settings, replayed" in headings
