@@ -138,6 +138,7 @@ def entry(name: str, path: Path, roots: tuple[str, ...], *, is_private: bool = F
         snapshots=0 if link_outside(state, roots) else len(snapshots),
         has_snapshots=bool(pickles),
         size_bytes=sum(file.size_bytes for file in traces or snapshots),
+        role=manifest.role or "",
         strategy=manifest.strategy or "",
         model=manifest.model.name,
         world_size=manifest.world_size,

@@ -25,6 +25,8 @@ class RunEntry:
     has_snapshots: bool = False
     """Whether it has memory snapshots, next to traces or alone."""
     size_bytes: int = 0
+    role: str = ""
+    """What its processes do in a job of several programs, as its manifest states."""
     strategy: str = ""
     model: str = ""
     world_size: int | None = None

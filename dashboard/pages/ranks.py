@@ -277,7 +277,7 @@ def _collectives(run: OpenRun, kinds: pl.DataFrame) -> None:
 PAGE = Page.described_by(
     __doc__,
     "ranks",
-    families=("RANK", "COMM", "STREAM", "PIPE", "TP", "EP"),
+    families=("RANK", "ROLE", "COMM", "STREAM", "PIPE", "TP", "EP"),
     needs=Needs.WORK,
     tabs=(
         Tab("waiting", show_waits, headlines.ranks),

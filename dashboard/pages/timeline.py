@@ -18,7 +18,7 @@ from dashboard.components.timeline.timeline_store import OpenTimeline
 from dashboard.findings import Findings
 from dashboard.pages.page import SNAPSHOTS_ONLY, Needs, Page, Selection
 from dashboard.run_entry import RunEntry
-from dashboard.run_store import LoadedRun, OpenRun, tables
+from dashboard.run_store import LoadedRun, OpenRun, job_roles, tables
 from dashboard.sections import critical_path
 from dashboard.url_state import bind_flag
 from tracekit.errors import RuleError, TracekitError
@@ -34,6 +34,8 @@ SENT_ONCE = ("tracks", "kinds", "unit_ranks", "places", "steps", "overview", "pa
 """Parts of a scene that are sent to the browser only once: with many ranks they are long."""
 PATH = "path"
 """The parameter of the address that shows the critical path."""
+ROLES = "roles"
+"""The parameter of the address that draws the other roles of the job too."""
 NO_FINDING = "none (the top track marks all of them)"
 FIRST_PIXELS = 1200
 MAX_PIXELS = 8000
@@ -106,7 +108,11 @@ def show(selection: Selection) -> None:
     head, right = (st.container(), st.container()) if is_alone else st.columns([2, 1])
     with right:
         other = step_comparison.choose_run(entry, listed)
-    opened = widgets.try_reading(entry, _open_run, "Opening the timeline of")
+    roles = job_roles.other_roles(entry, listed)
+    if roles and st.toggle(f"With {', '.join(dict.fromkeys(other.role for other in roles))}", key=bind_flag(ROLES)):
+        opened = widgets.try_reading(entry, lambda entry: _open_roles(entry, roles), "Opening the timeline of")
+    else:
+        opened = widgets.try_reading(entry, _open_run, "Opening the timeline of")
     if opened is None:
         return
     with head:
@@ -207,6 +213,14 @@ def _key(entry: RunEntry, window: int) -> str:
     return f"timeline-{hashlib.sha256(text.encode('utf-8', 'surrogateescape')).hexdigest()[:16]}"
 
 
+def _open_roles(entry: RunEntry, roles: Sequence[RunEntry]) -> OpenTimeline:
+    """The timeline of a run with those of other roles of its job below it."""
+    loaded = job_roles.load_roles(entry, *roles)
+    window = widgets.choose_window(sorted({source.window for source in loaded.run.sources}))
+    opened = _lay_out(entry, window, loaded, tuple(loaded.labels))
+    return replace(opened, about=loaded.labels)
+
+
 def _open_run(entry: RunEntry) -> OpenTimeline:
     # Of a run with many ranks the report says which to draw, and has the clocks of all of them.
     is_large = entry.summary is not None and rank_choice.is_needed(entry.summary.ranks)
@@ -215,15 +229,19 @@ def _open_run(entry: RunEntry) -> OpenTimeline:
         loaded = run_store.open_run(entry)
     window = widgets.choose_window(sorted({source.window for source in loaded.run.sources}))
     about = rank_choice.choose(loaded, _wanted_ranks(entry, loaded, window)) if isinstance(loaded, OpenRun) else None
+    opened = _lay_out(entry, window, loaded, tuple(about) if about else None)
+    return replace(opened, about=about) if about else opened
+
+
+def _lay_out(entry: RunEntry, window: int, loaded: LoadedRun, ranks: tuple[int, ...] | None) -> OpenTimeline:
     bar = st.empty()
 
     def on_progress(done: int, total: int) -> None:
         bar.progress(min(done / total, 1.0), f"Laying out the timeline, once for this run: {done} of {total} traces")
 
-    ranks = tuple(about) if about else None
     opened = timeline_store.open_timeline(entry, window, on_progress, open_run=loaded, ranks=ranks)
     bar.empty()
-    return replace(opened, about=about) if about else opened
+    return opened
 
 
 def _wanted_ranks(entry: RunEntry, run: OpenRun, window: int) -> list[int]:

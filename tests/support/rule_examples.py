@@ -106,6 +106,15 @@ def blocking_save_run(**stages_ns: int) -> Run:
     return drawn_traces.run(trace, strategy="ddp")
 
 
+def trainer_run(rollout: str) -> Run:
+    """Return the run of a trainer that pauses for 8 of 11 ms beside a rollout worker that is drawn in ms."""
+    drawn = {"trainer": "step 00000000000\ncompute ab........c", "rollout": rollout}
+    runs = {name: drawn_traces.run(drawn_traces.trace(picture, scale_ns=MS)) for name, picture in drawn.items()}
+    for name, run in runs.items():
+        run.role, run.roles = name, runs
+    return runs["trainer"]
+
+
 def save_run(
     *ranks: dict[str, int],
     steps_ms: tuple[int, ...] = (1000, 1000, 1000),
@@ -712,6 +721,7 @@ EXAMPLES: dict[str, Example] = {
         lambda: save_run(*[{"total": 5}] * 2, every={"call": "torch.save", "path": "a/model.pt", "bytes": 8}),
         lambda: save_run({"total": 5}, every={"call": "torch.save", "path": "a/model.pt", "bytes": 8}),
     ),
+    "ROLE001": Example(lambda: trainer_run("compute xxyyyyyyyyx"), lambda: trainer_run("compute x.........x")),
     "DATA001": Example(lambda: data_quality_issues(("truncated", 0.3)), data_quality_issues),
     **{code: Example(fires, silent) for code, (fires, silent) in pipeline_examples.EXAMPLES.items()},
 }

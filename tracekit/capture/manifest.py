@@ -15,7 +15,7 @@ import torch
 
 from tracekit import conventions
 from tracekit.capture import atomic_files
-from tracekit.capture.rank_info import ranks_of_host, this_world_size
+from tracekit.capture.rank_info import ranks_of_host, this_role, this_world_size
 from tracekit.conventions import git, redaction
 
 _GIT_TIMEOUT_S = 3.0
@@ -84,7 +84,9 @@ def manifest(provided: Mapping[str, Any], *, device: str, world_size: int | None
         "command": [os.path.basename(sys.argv[0]) if sys.argv else "", *sys.argv[1:]],  # noqa: PTH119 may be "-c"
         "simulated": False,
     }
-    clean: dict[str, Any] = redact({**fields, **provided})
+    role = this_role()
+    stated_role = {} if role is None else {"role": role}
+    clean: dict[str, Any] = redact({**fields, **stated_role, **provided})
     return clean | _commit(provided.get("commit"))
 
 

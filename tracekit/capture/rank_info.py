@@ -7,9 +7,13 @@ from typing import Any
 import torch
 from torch import distributed
 
+from tracekit import conventions
+
 # By torchrun and most launchers; Slurm; Open MPI; MPICH, Intel MPI and others that speak PMI.
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 _WORLD_SIZES = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+_DEFAULT_ROLE = "default"
+"""What torchrun writes to ROLE_NAME without --role."""
 _HOST_RANKS = ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 
 
@@ -25,6 +29,12 @@ def this_world_size() -> int:
     if distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_world_size())
     return _from_environment(_WORLD_SIZES, 1)
+
+
+def this_role() -> str | None:
+    """Role of this process in a job of several programs, by TRACEKIT_ROLE or torchrun's --role; None if not stated."""
+    role = os.environ.get(conventions.ROLE_VARIABLE) or os.environ.get("ROLE_NAME", _DEFAULT_ROLE)
+    return None if role == _DEFAULT_ROLE else role
 
 
 def ranks_of_host() -> int | None:

@@ -58,6 +58,8 @@ class Recorder:
         mid_step: Whether the first step has begun already, so that its time is not logged.
         rank: The rank that is recorded; by default that of the process group or the launcher.
         world_size: The number of ranks; by default that of the process group or the launcher.
+        role: What this process does in a job of several programs, such as "trainer" or "rollout"; by default that of
+            TRACEKIT_ROLE or ``torchrun --role``. Each role needs a folder of its own: RUN/trainer, RUN/rollout.
         leads: Whether this rank writes the manifest and answers requests; by default, rank 0 does.
         device: "cuda" or "cpu"; by default "cuda" if available.
         memory: Whether the trace contains allocations.
@@ -87,6 +89,7 @@ class Recorder:
         mid_step: bool = False,
         rank: int | None = None,
         world_size: int | None = None,
+        role: str | None = None,
         leads: bool | None = None,
         device: str | None = None,
         memory: bool = True,
@@ -107,7 +110,7 @@ class Recorder:
         self.rank = this_rank() if rank is None else rank
         self.step_time: Pending | None = None  # of the last step, in ns
         self._leads = self.rank == 0 if leads is None else leads
-        self._manifest_fields = manifest or {}
+        self._manifest_fields = {**(manifest or {}), **({} if role is None else {"role": role})}
         self._world_size = world_size
         self._device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self._step = self._first_step = first_step

@@ -63,10 +63,28 @@ def check_runs(
             run = loader.load(path, on_progress=bar.on_file, cache=cache, settings=settings, executor=executor)
             measured = bar.trace_callback(len(run.sources))
             report = engine.check(run, rules, facts=(*facts, *report_cache.FACTS), on_progress=measured)
-            if key is not None:
+            if key is not None and not run.roles:
                 report_cache.store(key, report, path, settings, has_comparisons=False)
             reports.append((report, run))
             _require_all_read(run)
+    return reports
+
+
+def check_other_roles(
+    checked: "Sequence[tuple[Report, Run]]", rules: "Sequence[Rule]", *, facts: "Sequence[TraceFact]" = ()
+) -> "list[tuple[Report, Run]]":
+    """Return reports and runs, each followed by those of the other roles of its job."""
+    from tracekit.rules import engine
+
+    reports = []
+    with output.progress() as bar:
+        for report, run in checked:
+            reports.append((report, run))
+            for role_run in run.roles.values():
+                if role_run is not run:
+                    measured = bar.trace_callback(len(role_run.sources))
+                    reports.append((engine.check(role_run, rules, facts=facts, on_progress=measured), role_run))
+                    _require_all_read(role_run)
     return reports
 
 

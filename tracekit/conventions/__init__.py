@@ -50,6 +50,7 @@ def window_folder(window: int) -> str:
 
 # `tracekit record` passes its settings to the processes it starts, as JSON: see tracekit/capture/launch_settings.py
 RECORD_VARIABLE = "TRACEKIT_RECORD"
+ROLE_VARIABLE = "TRACEKIT_ROLE"  # what these processes do in a job of several programs, such as rollout
 LAUNCHED_VARIABLE = "TRACEKIT_LAUNCHED_NS"  # Unix time in ns at which the command of these processes was started
 
 # Spans in a trace ----------------------------------------------------------------------------------------------------

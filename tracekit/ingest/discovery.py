@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tracekit.errors import BadTraceError
 from tracekit.ingest import decompression, disk_cache, readers, remote, trace_files
@@ -32,14 +32,25 @@ _CODE = ("ingest/*.py", "ingest/readers/**/*.py", "conventions/*.py")
 Header = tuple[Reader, Sequence[TraceInfo]]
 
 
+class Identified(NamedTuple):
+    """The traces of one run, and an issue for what is left out, guessed or inconsistent.
+
+    `other_runs` are the traces of other runs in the same files, each of which has an issue.
+    """
+
+    traces: list[TraceFile]
+    issues: list[QualityIssue]
+    other_runs: tuple[list[TraceFile], ...] = ()
+
+
 def identify(
     files: Sequence[File],
     *,
     manifest_folders: Iterable[str] = (),
     on_progress: Callable[[int, int], None] | None = None,
     cache: bool = True,
-) -> tuple[list[TraceFile], list[QualityIssue]]:
-    """Return the traces of one run in these files, and an issue for what is left out, guessed or inconsistent.
+) -> Identified:
+    """Return the traces of one run in these files, its issues, and the traces of other runs.
 
     Remote files are read concurrently; with `cache`, only those whose header is not cached. Raises BadTraceError if no
     file has a trace.
@@ -68,13 +79,13 @@ def identify(
         raise BadTraceError(issues[0].message if issues else "no trace")
     traces = _without_logs(traces, issues)
     ranked = _with_ranks(traces, issues)
-    run = trace_files.latest_run(ranked, issues)
+    run, other_runs = trace_files.latest_run(ranked, issues)
     if len(run) < len(ranked):  # ranks that were assumed from the order of all files
         issues[:] = [issue for issue in issues if issue.kind != "rank_guessed"]
         run = _with_ranks(run, issues)
     windowed = _windows(_without_copies(run, issues), issues)
     joined = trace_files.attach_companions(windowed, companions, issues)
-    return sorted(joined, key=lambda t: (t.window, t.rank)), issues
+    return Identified(sorted(joined, key=lambda t: (t.window, t.rank)), issues, other_runs)
 
 
 def _without_logs(traces: list[TraceFile], issues: list[QualityIssue]) -> list[TraceFile]:

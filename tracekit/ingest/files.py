@@ -208,7 +208,7 @@ def find(where: RunLocation, *, cache: bool = True) -> RunFiles:
     partial = tuple(f for f in by_path.values() if f.name.endswith(conventions.PARTIAL_SUFFIX))
     not_traces = {*manifests, *partial}
     traces = tuple(sorted((f for f in by_path.values() if f not in not_traces), key=lambda f: natural_key(f.path)))
-    root = object_storage.shown(os.fspath(locations[0])) if len(locations) == 1 else _common_folder(traces)
+    root = object_storage.shown(os.fspath(locations[0])) if len(locations) == 1 else common_folder(traces)
     if not traces:
         if partial or _has_logs(root, folders) or (manifests and not root.endswith(conventions.MANIFEST_FILE)):
             raise InputError(
@@ -229,6 +229,19 @@ def list_remote(url: str) -> Listing:
 def is_glob(path: str) -> bool:
     """Return whether a path or URL is a pattern; ? begins the query of a web address."""
     return "*" in path or "[" in path or ("?" in path and object_storage.protocol(path) not in ("http", "https"))
+
+
+def common_folder(traces: Iterable[File]) -> str:
+    """Path of the innermost folder with all files; of unrelated paths, the first one's folder."""
+    traces = tuple(traces)
+    folders = sorted({file.folder or "." for file in traces})
+    if any(file.remote is not None for file in traces):
+        parts = zip(*(folder.split("/") for folder in folders), strict=False)
+        shared = [level[0] for level in takewhile(lambda level: len(set(level)) == 1, parts)]
+        return "/".join(shared) if len(shared) > 2 else folders[0]  # 2: the protocol
+    with contextlib.suppress(ValueError):  # absolute and relative paths are mixed
+        return os.path.commonpath(folders)
+    return folders[0] if folders else "."
 
 
 def natural_key(text: str) -> tuple[str | tuple[int, str], ...]:
@@ -392,14 +405,3 @@ def _is_checkpoint(names: Iterable[str]) -> bool:
 
 def _file(path: Path) -> File:
     return File(str(path), path.stat().st_size)
-
-
-def _common_folder(traces: tuple[File, ...]) -> str:
-    folders = sorted({file.folder or "." for file in traces})
-    if any(file.remote is not None for file in traces):
-        parts = zip(*(folder.split("/") for folder in folders), strict=False)
-        shared = [level[0] for level in takewhile(lambda level: len(set(level)) == 1, parts)]
-        return "/".join(shared) if len(shared) > 2 else folders[0]  # 2: the protocol
-    with contextlib.suppress(ValueError):  # absolute and relative paths are mixed
-        return os.path.commonpath(folders)
-    return folders[0] if folders else "."

@@ -1,7 +1,7 @@
 """A path, list, glob or URL to a Run: find the files, identify their traces, read each trace when it is needed."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -10,12 +10,14 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.conventions.read_settings import NO_SETTINGS, ReadSettings
-from tracekit.errors import BadTraceError
-from tracekit.ingest import discovery, files, readers, trace_cache
+from tracekit.errors import BadTraceError, InputError, did_you_mean
+from tracekit.ingest import discovery, files, readers, roles, trace_cache
+from tracekit.ingest.discovery import Identified
 from tracekit.ingest.files import ArchivedTrace, File, RemoteTrace, RunFiles, RunLocation
 from tracekit.ingest.named_steps import with_named_steps
 from tracekit.ingest.readers import logs
 from tracekit.ingest.readers.reader import Companion, Reader, TraceInfo
+from tracekit.ingest.roles import Role
 from tracekit.ingest.trace_cache import cached_source
 from tracekit.ingest.trace_files import QualityIssue, TraceFile
 from tracekit.model import environment, schema
@@ -36,6 +38,7 @@ def load(
     settings: ReadSettings = NO_SETTINGS,
     executor: Executor | None = None,
     run_class: type[Run] = Run,
+    role: str | None = None,
 ) -> Run:
     """Load a run: a folder, archive, list or glob of trace files, one trace file, or a URL (s3://, gs://, …).
 
@@ -48,39 +51,127 @@ def load(
         settings: What the user states of devices and steps.
         executor: What measures the traces; by default threads of this process.
         run_class: The class of the run: that of the library has more methods.
+        role: The role to return the run of, where processes of several roles (trainer, rollout) were recorded; by
+            default that with most ranks. `Run.roles` has the runs of all roles by name.
 
     Returns:
         The run. Its times are in ns, sizes in bytes. `Run.data_quality` lists what is missing, guessed or left out.
 
     Raises:
-        InputError: A path does not exist or has no trace, or a trace has no span of the steps' name.
+        InputError: A path does not exist or has no trace, there is no such role, or a trace has no span of the steps'
+            name.
         BadTraceError: No trace can be read.
     """
     scan = files.find(where, cache=cache)
-    manifests = {file.folder: file for file in scan.manifests}
-    traces, issues = discovery.identify(scan.traces, manifest_folders=manifests, on_progress=on_progress, cache=cache)
-    fields = _manifest(traces, manifests, issues, cache=cache)
-    plain = [_source(t, scan, cache=cache) for t in traces]
-    sources = [_with_settings(source, settings) for source in plain]
-    read_traces = {
-        source: _stating(trace, settings)
-        for source, trace in zip(sources, map(partial(_read_already, cache=cache), traces, plain), strict=True)
-        if trace is not None
-    }
-    if len(sources) == 1 and not read_traces:
-        read_traces = {sources[0]: sources[0].read()}  # it is read in any case, and its errors are raised at once
-    unreadable_ranks = {issue.rank for issue in issues if issue.kind == "unreadable"}
-    stated = Manifest.of(fields)
-    is_whole = any(file.folder == scan.root.rstrip("/") for file in scan.manifests)
-    listed = [window.window for window in stated.windows] if is_whole else []
-    issues += discovery.missing_ranks(traces, stated.world_size, unreadable_ranks, listed_windows=listed)
-    issues += discovery.partial_traces(scan.partial)
-    issues += _stated_issues(traces, issues)
-    run = run_class(
-        scan.root, sources, manifest=fields, data_quality=_table(issues), align=alignment.offsets, executor=executor
+    loading = _Loading(scan, cache, settings, executor, run_class)
+    identified = discovery.identify(
+        scan.traces, manifest_folders=loading.manifests, on_progress=on_progress, cache=cache
     )
-    run.cache_traces(read_traces)
+    run = loading.job(identified)
+    if role is not None:
+        run = _run_of_role(run, role)
+    if len(run.sources) == 1:
+        run.trace(run.sources[0].rank)  # it is read in any case, and its errors are raised at once
     return run
+
+
+def _run_of_role(run: Run, role: str) -> Run:
+    if role in run.roles:
+        return run.roles[role]
+    if not run.roles:
+        raise InputError(f"{run.path}: no role {role!r:.60}: all processes run one program; name no role")
+    raise InputError(
+        f"{run.path}: no role {role!r:.60}{did_you_mean(role, run.roles)}; the roles are {', '.join(run.roles)}"
+    )
+
+
+@dataclass(frozen=True)
+class _Loading:
+    """What makes the files of a folder a run, or a run of each role."""
+
+    scan: RunFiles
+    cache: bool
+    settings: ReadSettings
+    executor: Executor | None
+    run_class: type[Run]
+
+    @property
+    def manifests(self) -> dict[str, File]:
+        """The manifests by folder."""
+        return {file.folder: file for file in self.scan.manifests}
+
+    def run(self, identified: Identified, scan: RunFiles, role: str = "") -> Run:
+        """Run of these traces, none of which is read, at the path of `scan`."""
+        traces, issues, _ = identified
+        fields = _manifest(traces, self.manifests, issues, cache=self.cache)
+        plain = [_source(t, scan, cache=self.cache) for t in traces]
+        sources = [_with_settings(source, self.settings) for source in plain]
+        read_traces = {
+            source: _stating(trace, self.settings)
+            for source, trace in zip(sources, map(partial(_read_already, cache=self.cache), traces, plain), strict=True)
+            if trace is not None
+        }
+        unreadable_ranks = {issue.rank for issue in issues if issue.kind == "unreadable"}
+        stated = Manifest.of(fields)
+        is_whole = any(file.folder == scan.root.rstrip("/") for file in scan.manifests)
+        listed = [window.window for window in stated.windows] if is_whole else []
+        issues += discovery.missing_ranks(traces, stated.world_size, unreadable_ranks, listed_windows=listed)
+        issues += discovery.partial_traces(scan.partial)
+        issues += _stated_issues(traces, issues)
+        run = self.run_class(
+            scan.root,
+            sources,
+            manifest=fields,
+            data_quality=_table(issues),
+            align=alignment.offsets,
+            executor=self.executor,
+            role=role,
+        )
+        run.cache_traces(read_traces)
+        return run
+
+    def job(self, identified: Identified) -> Run:
+        """Run of these traces; if the other runs of the folder are roles of its job, with the runs of all roles."""
+        roles_of_job = self._roles(identified) if identified.other_runs else []
+        if not roles_of_job:
+            return self.run(identified, self.scan)
+        names = [role.name for role in roles_of_job]
+        folder_issues = _issues_without_roles(identified.issues, roles_of_job)
+        runs = {}
+        for role in roles_of_job:
+            role_files = tuple(dict.fromkeys(t.file for t in role.traces))
+            if role.traces is identified.traces:
+                of_role = Identified(identified.traces, folder_issues)
+            else:
+                of_role = discovery.identify(role_files, manifest_folders=self.manifests, cache=self.cache)
+            message = (
+                f"The folder has recordings of {len(names)} roles of a job at the same time: {', '.join(names)}. "
+                f"This run is {role.name}; load(…).roles has the others."
+            )
+            of_role.issues.append(QualityIssue("roles", message))
+            runs[role.name] = self.run(of_role, self._scan_of(role, role_files), role.name)
+        for run in runs.values():
+            run.roles = runs
+        return runs[names[0]]
+
+    def _roles(self, identified: Identified) -> list[Role]:
+        return roles.find_roles(
+            identified.traces,
+            identified.other_runs,
+            root=self.scan.root.rstrip("/"),
+            stated_name=lambda traces: Manifest.of(_manifest(traces, self.manifests, [], cache=self.cache)).role,
+            read=self._read,
+        )
+
+    def _read(self, t: TraceFile) -> Trace | None:
+        try:
+            return t.info.trace or _source(t, self.scan, cache=self.cache).read()
+        except BadTraceError:
+            return None
+
+    def _scan_of(self, role: Role, role_files: tuple[File, ...]) -> RunFiles:
+        partial_files = tuple(file for file in self.scan.partial if f"{file.folder}/".startswith(f"{role.path}/"))
+        return replace(self.scan, root=role.path, traces=role_files, partial=partial_files)
 
 
 def with_companions(trace: Trace, path: str, companions: Sequence[Companion] = ()) -> Trace:
@@ -218,6 +309,12 @@ def _stated_issues(traces: Sequence[TraceFile], found_issues: Sequence[QualityIs
         )
         for issue in stated
     ]
+
+
+def _issues_without_roles(issues: Sequence[QualityIssue], roles_of_job: Sequence[Role]) -> list[QualityIssue]:
+    """Issues of a folder without those that call the files of a role those of another run."""
+    first_paths = {role.traces[0].file.path for role in roles_of_job}
+    return [issue for issue in issues if issue.kind != "mixed_jobs" or issue.path not in first_paths]
 
 
 def _table(issues: Sequence[QualityIssue]) -> pl.DataFrame:

@@ -105,8 +105,10 @@ def without_traces(companion: TraceFile) -> BadTraceError:
     )
 
 
-def latest_run(ranked: list[TraceFile], issues: list[QualityIssue]) -> list[TraceFile]:
-    """Return the traces of the run with most ranks (the latest of several); report the others as left out.
+def latest_run(
+    ranked: list[TraceFile], issues: list[QualityIssue]
+) -> tuple[list[TraceFile], tuple[list[TraceFile], ...]]:
+    """Return the traces of the run with most ranks (the latest of several), and of the others, reported as left out.
 
     Traces are of one run if they agree on what their headers state: folder of the manifest, world size, job id. Windows
     of a rank must also be of one process on one kind of device with the same software. Ranks may differ in these,
@@ -114,7 +116,7 @@ def latest_run(ranked: list[TraceFile], issues: list[QualityIssue]) -> list[Trac
     """
     runs = _runs(ranked)
     if len(runs) == 1:
-        return runs[0]
+        return runs[0], ()
     latest = max(runs, key=lambda run: (len({t.rank for t in run}), max(t.info.start_ns or 0 for t in run)))
     for run in runs:
         if run is not latest:
@@ -124,7 +126,7 @@ def latest_run(ranked: list[TraceFile], issues: list[QualityIssue]) -> list[Trac
                 f"{first_paths([t.file.path for t in run])}; load each run by itself."
             )
             issues.append(QualityIssue("mixed_jobs", message, run[0].file.path, affected_ratio=len(run) / len(ranked)))
-    return latest
+    return latest, tuple(run for run in runs if run is not latest)
 
 
 def _of_process(companion: TraceFile, traces: Sequence[TraceFile]) -> list[TraceFile]:

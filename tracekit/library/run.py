@@ -181,6 +181,7 @@ def load(
     devices: Sequence[DeviceOverride] = (),
     step_name: str | None = None,
     executor: Executor | None = None,
+    role: str | None = None,
 ) -> Run:
     """Load a run: a folder, archive, list or glob of trace files, one trace file, or a URL (s3://, gs://, …).
 
@@ -193,11 +194,14 @@ def load(
         devices: Peaks and bandwidths that replace those of the table of devices.
         step_name: The name of a span, such as an annotation, each occurrence of which is a step.
         executor: What measures the traces; by default threads of this process.
+        role: The role to return the run of, where processes of several roles (trainer, rollout) were recorded; by
+            default that with most ranks. `run.roles` has the runs of all roles by name.
 
     Raises:
-        InputError: A path does not exist or has no trace, or a trace has no span of that name.
+        InputError: A path does not exist or has no trace, there is no such role, or a trace has no span of that name.
         BadTraceError: No trace can be read.
     """
     settings = ReadSettings(tuple(devices), step_name)
-    run = loader.load(where, on_progress=on_progress, cache=cache, settings=settings, executor=executor, run_class=Run)
+    options: dict[str, Any] = {"cache": cache, "settings": settings, "executor": executor, "role": role}
+    run = loader.load(where, on_progress=on_progress, run_class=Run, **options)
     return cast("Run", run)

@@ -57,6 +57,8 @@ class Manifest(msgspec.Struct, frozen=True):
 
     created_ns: Annotated[int, Meta(gt=0, lt=_YEAR_2100_NS)] | None = None
     """Unix time at which the run was recorded."""
+    role: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
+    """What the recorded processes do in a job of several programs, such as trainer or rollout."""
     strategy: str | None = None
     world_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)] | None = None
     model: Model = Model()

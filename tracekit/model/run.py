@@ -52,14 +52,18 @@ class Run:
         cache_bytes: int = 64 << 20,
         fact_bytes: int = 64 << 20,
         executor: Executor | None = None,
+        role: str = "",
     ) -> None:
         """Build a run from `sources`; `data_quality` has the issues of the run itself, columns as RUN_DATA_QUALITY.
 
         `align` computes each trace's offset to the run's clock. Traces are cached in memory up to `cache_bytes`, tables
         of facts up to `fact_bytes`, beyond that in temporary files. `executor` measures the facts of traces; by default
-        threads of this process: one per processor, at most four.
+        threads of this process: one per processor, at most four. `role` is what its processes do in a job of several
+        programs, such as trainer; the loader then sets `roles`, the runs of all roles by name, this one among them.
         """
         self.path = path
+        self.role = role
+        self.roles: Mapping[str, Run] = {}
         self.sources = tuple(sorted(sources, key=lambda s: (s.window, s.rank)))
         self.manifest: Mapping[str, Any] = manifest or {}
         self._data_quality = RUN_DATA_QUALITY.conform(pl.DataFrame() if data_quality is None else data_quality)
@@ -71,9 +75,10 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Return the last part of the run's path, with '?' for bytes that are not text."""
+        """Return the last part of the run's path, with '?' for bytes that are not text, and the role if it has one."""
         name = self.path.rstrip("/").rsplit("/", 1)[-1] or self.path
-        return name.encode("utf-8", "replace").decode()
+        name = name.encode("utf-8", "replace").decode()
+        return f"{name} ({self.role})" if self.role not in ("", name) else name
 
     @property
     def ranks(self) -> tuple[int, ...]:

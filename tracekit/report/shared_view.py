@@ -144,14 +144,18 @@ def timeline_view(
 ) -> SharedView:
     """Return the timeline of a checked run with the findings of its report; `parameters` are those of a link.
 
-    Short slices are merged until the compressed slices take at most `max_bytes`.
+    Ranks of other roles of its job come below those of the run. Short slices are merged until the compressed slices
+    take at most `max_bytes`.
 
     Raises InputError if the run has no traces of the link's window.
     """
     window = parameters.get("window", "")
     labels = rank_selection.drawn_ranks(run) if len(run.ranks) > rank_selection.MAX_DRAWN else None
+    joined = timeline.join_roles(run)
+    if len(joined.labels) > rank_selection.MAX_DRAWN:
+        joined = timeline.JoinedRoles(run, {})
     number = int(window) if window.isascii() and window.isdigit() else min(source.window for source in run.sources)
-    scene = timeline.open_scene(run, number, ranks=tuple(labels) if labels else None)
+    scene = timeline.open_scene(joined.run, number, ranks=tuple(labels) if labels else None)
     by_key = {f"{number}-{finding.id}": finding for number, finding in enumerate(report.findings)}
     finding_key = message.chosen_finding(by_key, parameters.get("finding", ""))
     headline = headlines.step(report, run)
@@ -161,12 +165,13 @@ def timeline_view(
     def totals_of(part: Window) -> dict[str, Any]:
         totals = timeline.range_totals(scene, part)
         return range_tables.tables(
-            scene, totals, timeline.range_rates(run, scene, part), is_reading=False, rank_name="rank {}".format
+            scene, totals, timeline.range_rates(joined.run, scene, part), is_reading=False, rank_name="rank {}".format
         )
 
     marks = message.findings(scene, number, by_key)
+    header = {**message.scene(scene), "places": joined.labels} if joined.labels else None
     timeline_part = embed_scene(
-        scene, parameters, marks=marks, finding=finding_key, totals_of=totals_of, max_bytes=max_bytes
+        scene, parameters, marks=marks, finding=finding_key, totals_of=totals_of, header=header, max_bytes=max_bytes
     )
     note = rank_selection.selection_note(run)
     return SharedView(run.name, PAGE, phrases.subtitle(run), [*parts, timeline_part], [note] if note else [])

@@ -53,6 +53,12 @@ _HEADINGS = {
     "longest_ns": "longest",
     "longest_call": "longest\ncall",
     "busy_ns": "busy",
+    "working_role": "for",
+    "common_ns": "both\nrecorded",
+    "other_work_ns": "other\nwork",
+    "both_idle_ns": "both\nidle",
+    "wait_ratio": "wait\nshare",
+    "limit_ns": "shortest\nwait",
     "moved_bytes_per_s": "bandwidth",
 }
 # The columns that are dropped on a narrow terminal, in this order: those on pipelines, or those after the breakdown.
@@ -75,6 +81,7 @@ _MISSING = {
     "peer": "all-to-alls around experts with known split sizes",
     "queue_max": "work on device streams",
     "flops_unknown_ns": "compute whose work is unknown",
+    "working_role": "roles: all processes that were recorded at the same time run one program",
     "moved_bytes_per_s": "file system calls: the run has no I/O log of DFTracer (.pfw)",
 }
 """What a run has none of where a table is without rows, by a column of the table."""

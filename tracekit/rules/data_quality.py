@@ -115,6 +115,7 @@ _KINDS = {
     "mixed_jobs": _Kind(
         _ERROR, "Pass the folder of one run, or several folders: check RUNS/*. Give each job its own folder."
     ),
+    "roles": _Kind(_INFO, "No action needed: each role is judged as a run of its own, and compared by ROLE001."),
     "windows_assumed": _Kind(_INFO, "No action needed if these are windows of one job; else load each job separately."),
     "mixed_versions": _Kind(_WARNING, "Run all ranks with the same software on the same kind of device."),
     # What the profiler did not record.

@@ -16,7 +16,7 @@ from tracekit.model.run import OnTrace, Run, require_run
 from tracekit.model.source import Source
 from tracekit.model.trace import TraceFact
 from tracekit.replay.graph import dependency_graph, representative_ranks
-from tracekit.rules import cost_attribution, unreported_causes
+from tracekit.rules import cost_attribution, roles, unreported_causes
 from tracekit.rules.registry import all_rules
 from tracekit.rules.rule import (
     TIMED_FAMILIES,
@@ -147,7 +147,8 @@ def check(
     unreported = limit_findings(run, unreported_causes.findings(graded, selected))
     graded = replace(graded, findings=sort_findings([*graded.findings, *unreported]))
     wholes = {rule.code: rule.part_of for rule in selected if rule.part_of}
-    return name_iterations(replace(graded, findings=tuple(_parts(graded.findings, wholes))))
+    parts = _parts(graded.findings, wholes)
+    return name_iterations(replace(graded, findings=tuple(roles.with_consequences(run, parts))))
 
 
 def _parts(findings: Sequence[Finding], wholes: Mapping[str, str]) -> Iterator[Finding]:

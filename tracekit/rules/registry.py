@@ -31,6 +31,7 @@ from tracekit.rules.model_parallel import (
 )
 from tracekit.rules.outlier_steps import ColdStart, OutlierStep
 from tracekit.rules.pipeline import FewMicroBatches, PipelineBubble, UnbalancedStages
+from tracekit.rules.roles import WaitingRole
 from tracekit.rules.rule import Rule
 from tracekit.rules.save_stalls import (
     CrowdedSave,
@@ -59,7 +60,7 @@ RULES: tuple[type[Rule], ...] = (
     AllocatorRetry, FragmentedMemory, CrossStreamSlack, ChangingSizes, ReallocatedBuffers, BlockingCheckpoint,
     SerializedSave, StagedSave, SlowStorage, SlowSync, StragglingWriter, PlannedSave, GlobalSync, GilContention,
     CpuStarvation, BlockingBackgroundSave, AmplifiedRestore, SuboptimalInterval, LostOnPowerFailure,
-    UnverifiedShards, CrowdedSave, SeveralWriters, DoubtfulTrace,
+    UnverifiedShards, CrowdedSave, SeveralWriters, WaitingRole, DoubtfulTrace,
 )  # fmt: skip
 """Every rule. `tracekit explain CODE` prints what a rule measures, how to fix what it finds, and its blind spots."""
 

@@ -89,7 +89,8 @@ def report(
     new_report = engine.check(run, facts=facts, on_progress=on_progress, on_rule=on_rule, on_crash=note)
     for survey in surveys:
         run.table(survey)
-    if not crashed and key is not None:
+    # The run of a stored report knows no other roles, and what is measured of them later would be missing.
+    if not crashed and key is not None and not run.roles:
         store(key, new_report, path, settings)
     return new_report
 

@@ -12,6 +12,7 @@ from tracekit.analysis.parallelism import (
     group_axes,
     pipeline_actions,
     pipeline_bubbles,
+    role_waits,
 )
 from tracekit.analysis.quality import trace_quality
 from tracekit.analysis.time import breakdown
@@ -45,6 +46,7 @@ FACTS: tuple[PublishedFact, ...] = (
     expert_load.expert_pairs,
     axis_communication.ring_overlap,
     critical_path.critical_paths,
+    role_waits.role_waits,
     *run_snapshots.TABLES,
 )
 """Every published fact of tracekit, in the order of docs/schema.md."""

@@ -1,5 +1,6 @@
 """What the manifest says of the code that was trained."""
 
+import json
 import shutil
 import subprocess
 
@@ -7,6 +8,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from tracekit.capture import Recorder
 from tracekit.capture.manifest import manifest
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
@@ -42,3 +44,27 @@ def test_outside_of_a_checkout_and_without_git_the_commit_is_unknown(tmp_path, m
 def test_a_commit_that_the_training_states_is_used_and_anything_else_is_redacted_as_before():
     assert manifest({"commit": SHA}, device="cpu")["commit"] == SHA
     assert manifest({"commit": "github_pat_" + "a1" * 20}, device="cpu")["commit"] == "[redacted]"
+
+
+@pytest.mark.parametrize(
+    ("variables", "role"),
+    [
+        ({"TRACEKIT_ROLE": "rollout", "ROLE_NAME": "worker"}, "rollout"),
+        ({"ROLE_NAME": "actor"}, "actor"),
+        ({"ROLE_NAME": "default"}, None),  # torchrun without --role
+        ({}, None),
+    ],
+)
+def test_the_role_is_that_of_the_environment(variables, role, monkeypatch):
+    for name in ("TRACEKIT_ROLE", "ROLE_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert manifest({}, device="cpu").get("role") == role
+    assert manifest({"role": "trainer"}, device="cpu")["role"] == "trainer"
+
+
+def test_a_recorder_states_its_role(tmp_path):
+    with Recorder(tmp_path, role="rollout", steps=None, device="cpu"):
+        pass
+    assert json.loads((tmp_path / "run.json").read_text(encoding="utf-8"))["role"] == "rollout"

@@ -13,8 +13,8 @@ from tracekit.sql import run_tables
 
 PUBLIC = [
     "check", "compare", "data_quality", "manifest", "measure", "measured_tables", "name", "named_table", "of_ranks",
-    "offsets", "parts", "path", "plot", "ranks", "read", "scan", "sources", "table", "tables", "timeline", "trace",
-    "traces", "use_cache", "cache_traces", "what_if",
+    "offsets", "parts", "path", "plot", "ranks", "read", "role", "roles", "scan", "sources", "table", "tables",
+    "timeline", "trace", "traces", "use_cache", "cache_traces", "what_if",
 ]  # fmt: skip
 
 

@@ -22,8 +22,9 @@ from tracekit.cli.question import Input, Kind
 from tracekit.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
+    from tracekit.model.run import Run
     from tracekit.model.source import Executor
     from tracekit.model.trace import TraceFact
     from tracekit.regression.gate import CheckResult
@@ -252,10 +253,13 @@ def _results(
         if options.baseline is None
         else run_loading.open_baseline(options.baseline, rules, cache=cache, settings=read, executor=executor)
     )
+    repeats = options.repeat or ()
     all_facts = [*facts, *reported]
     checked = run_loading.check_runs(paths, rules, facts=all_facts, cache=cache, settings=read, executor=executor)
+    if baseline is not None or repeats:
+        _require_one_role(run for _, run in checked)
+    checked = run_loading.check_other_roles(checked, rules, facts=all_facts)
     reports = [config.apply_ignores(report, settings.ignore, catalog) for report, _ in checked]
-    repeats = options.repeat or ()
     recordings = [
         run_loading.open_measured(path, facts, cache=cache, step_name=step_name, executor=executor) for path in repeats
     ]
@@ -272,6 +276,16 @@ def _results(
         )
         for report in reports
     ]
+
+
+def _require_one_role(runs: "Iterable[Run]") -> None:
+    """Raise InputError for a run with several roles: a baseline or a repetition is one of them."""
+    for run in runs:
+        if run.roles:
+            names = ", ".join(f"{role_run.path} ({name})" for name, role_run in run.roles.items())
+            raise InputError(
+                f"{run.path}: has roles, {names}: compare one, by its folder or by a pattern of its files in quotes"
+            )
 
 
 def _for_ci(results: "Sequence[CheckResult]", report_format: ReportFormat, checkout: "Checkout", key: str) -> str:

@@ -34,6 +34,7 @@ class By(StrEnum):
     STREAM = "stream"
     UNKNOWN_WORK = "unknown-work"
     FILE = "file"
+    ROLE = "role"
 
 
 @expand_options
@@ -72,6 +73,8 @@ def summary(
     unknown-work  operators and kernels of unknown FLOPs or bytes, and why
     file          the calls, bytes and bandwidth of a file in an I/O log
                   (DFTracer), the longest first
+    role          two roles of a job (trainer, rollout): how long the one is idle
+                  while the other works
     """  # noqa: D301 click keeps the lines of a paragraph after \b
     with executor.open([source.run]) as opened:
         from tracekit.report import summary_tables
@@ -192,6 +195,12 @@ def _by_file() -> "View":
     return [host_stalls.io_calls], host_stalls.io_by_file
 
 
+def _by_role() -> "View":
+    from tracekit.analysis.parallelism import role_waits
+
+    return role_waits.FACTS, lambda run: run.table(role_waits.role_waits)
+
+
 _VIEWS: dict[By, Callable[[], "View"]] = {
     By.RANK: _by_rank,
     By.STEP: _by_step,
@@ -206,6 +215,7 @@ _VIEWS: dict[By, Callable[[], "View"]] = {
     By.STREAM: _by_stream,
     By.UNKNOWN_WORK: _by_unknown_work,
     By.FILE: _by_file,
+    By.ROLE: _by_role,
 }
 _MISSING: dict[By, Callable[["Run"], str | None]] = {By.RANK: _missing_compute, By.STEP: _missing_work}
 """What a table leaves out, by table; None where that is nothing."""

@@ -5,6 +5,7 @@ timeline.view(scene, scene.span, pixels=1400)
 """
 
 from tracekit.analysis.host.call_trees import search as search_frames
+from tracekit.report.timeline.job_roles import JoinedRoles, join_roles
 from tracekit.report.timeline.lookup import (
     ARROW_KINDS,
     ARROWS,
@@ -28,6 +29,7 @@ __all__ = [
     "VIEW",
     "Detail",
     "Details",
+    "JoinedRoles",
     "Matches",
     "RangeTotals",
     "Scene",
@@ -37,6 +39,7 @@ __all__ = [
     "call_paths",
     "details",
     "find_by_name",
+    "join_roles",
     "names",
     "open_scene",
     "range_rates",

@@ -1,0 +1,118 @@
+"""A trainer of two ranks and a rollout worker that cooperated (tests/recordings/roles): two runs, and who waits."""
+
+import base64
+import gzip
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+import tracekit
+from tests.support.cli_runner import tracekit as run_command
+from tracekit.analysis.parallelism import role_waits
+from tracekit.report import timeline
+
+RECORDING = Path(__file__).parents[1] / "recordings" / "roles"
+NAMES = ["trainer", "rollout"]
+
+
+@pytest.fixture(scope="module")
+def run():
+    return tracekit.load(RECORDING, cache=False)
+
+
+def test_each_role_is_a_run_of_its_own(run):
+    assert list(run.roles) == NAMES
+    assert [role_run.ranks for role_run in run.roles.values()] == [(0, 1), (0,)]
+    assert [role_run.manifest["role"] for role_run in run.roles.values()] == NAMES
+    assert [role_run.table("steps")["step"].unique().sort().to_list() for role_run in run.roles.values()] == [
+        [2, 3, 4, 5]
+    ] * 2
+
+
+def test_each_waits_for_the_other_in_its_annotation(run):
+    waits = run.table("role_waits")
+    assert waits.select("role", "working_role", "annotation").rows() == [
+        ("trainer", "rollout", "wait for rollouts"),
+        ("rollout", "trainer", "wait for weights"),
+    ]
+    # They alternate: what one waits is about what the other works.
+    for wait_ns, other_work_ns in waits.select("wait_ns", "other_work_ns").iter_rows():
+        assert 0.9 * other_work_ns <= wait_ns <= other_work_ns
+    parts = waits.select("work_ns", "wait_ns", "both_idle_ns").sum_horizontal()
+    assert (parts <= waits["common_ns"] * 1.01).all()
+
+
+def test_one_finding_of_each_role_names_the_other(run):
+    for role, other in zip(NAMES, reversed(NAMES), strict=True):
+        report = run.roles[role].check()
+        finding = next(finding for finding in report.findings if finding.code == "ROLE001")
+        assert finding.claim == f"{role} waits for {other}"
+        assert finding.severity.label == "warning"
+        assert finding.impact == pytest.approx(run.roles[role].table("role_waits").filter(role=role)["wait_ratio"][0])
+        assert finding.evidence["annotation"][0] in ("wait for rollouts", "wait for weights")
+        # What the host and late ranks lose in these waits is the same trouble.
+        on_host = [other for other in report.findings if other.code == "HOST001"]
+        assert [other.consequence_of for other in on_host] == ["ROLE001"] * len(on_host)
+
+
+def test_names_only_label(tmp_path):
+    for number, file in enumerate(sorted(RECORDING.rglob("*.json.gz"))):
+        shutil.copy(file, tmp_path / f"{'gen' if file.parent.name == 'rollout' else 'learn'}-{number}.pt.trace.json.gz")
+    run = tracekit.load(tmp_path, cache=False)
+    assert list(run.roles) == ["learn", "gen"]
+    assert run.table("role_waits")["annotation"].to_list() == ["wait for rollouts", "wait for weights"]
+
+
+def test_a_role_alone_is_a_run_without_roles():
+    run = tracekit.load(RECORDING / "trainer", cache=False)
+    assert (run.roles, run.role, run.name) == ({}, "", "trainer")
+    assert run.table("role_waits").is_empty()
+    assert [finding.code for finding in run.check().findings if finding.code == "ROLE001"] == []
+
+
+def test_check_judges_each_role_and_exits_with_the_worst(tmp_path):
+    out = tmp_path / "reports.json"
+    done = run_command("check", RECORDING, "--no-cache", "--format", "json", "--out", out)
+    assert done.returncode == 0
+    reports = json.loads(out.read_text(encoding="utf-8"))["reports"]
+    assert [report["run"]["path"] for report in reports] == [str(RECORDING / name) for name in NAMES]
+    failing = run_command("check", RECORDING, "--no-cache", "--fail-on", "warning", "--select", "ROLE001")
+    assert failing.returncode == 1
+    assert "trainer ROLE001, rollout ROLE001" in failing.stderr
+
+
+def test_a_baseline_needs_one_role():
+    done = run_command("check", RECORDING, "--no-cache", "--baseline", RECORDING)
+    assert done.returncode == 2
+    assert str(RECORDING / "rollout") in done.stderr
+    alone = run_command("check", RECORDING / "rollout", "--no-cache", "--baseline", RECORDING / "rollout")
+    assert alone.returncode == 0
+
+
+def test_summary_by_role(tmp_path):
+    out = tmp_path / "roles.json"
+    run_command("summary", RECORDING, "--no-cache", "--by", "role", "--format", "json", "--out", out)
+    assert [row["role"] for row in json.loads(out.read_text(encoding="utf-8"))] == NAMES
+
+
+def test_one_timeline_has_all_roles_on_one_clock(run, tmp_path):
+    joined = timeline.join_roles(run)
+    assert joined.labels == {0: "trainer rank 0", 1: "trainer rank 1", 2: "rollout rank 0"}
+    scene = timeline.open_scene(joined.run, folder=tmp_path)
+    assert scene.tracks["rank"].unique().sort().to_list() == [0, 1, 2]
+    steps = scene.bands.filter(kind="step").group_by("rank").agg("start_ns", "end_ns").sort("rank")
+    assert steps["start_ns"].list.len().to_list() == [4, 4, 4]
+    # The steps of both roles overlap in time, each on the clock of its file.
+    trainer, rollout = steps.row(0, named=True), steps.row(2, named=True)
+    assert max(trainer["start_ns"][0], rollout["start_ns"][0]) < min(trainer["end_ns"][-1], rollout["end_ns"][-1])
+    page = run.timeline().page
+    packed = re.search(r'id="timeline-data">([A-Za-z0-9+/=]+)</script>', page)[1]
+    assert b'"2": "rollout rank 0"' in gzip.decompress(base64.b64decode(packed))
+
+
+def test_waits_do_not_depend_on_the_role_that_was_loaded(run):
+    by_rollout = tracekit.load(RECORDING, cache=False, role="rollout")
+    assert by_rollout.table(role_waits.role_waits).equals(run.table(role_waits.role_waits))
