@@ -296,3 +296,8 @@ def test_a_kernel_that_differs_for_another_reason_is_not_paused(own, others):
 def test_without_slices_of_one_length_other_ranks_show_no_pause():
     run = ranks_of(kernels({}) + "x" * 40, kernels({}) + "x" * 20, kernels({}) + "x" * 20)
     assert run.table(paused_kernels).is_empty()
+
+
+def test_work_without_durations_has_no_gap():
+    trace = late_starts([0] + [15_000] * 59)
+    assert device_stalls(trace.replace(activities=trace.activities.with_columns(dur_ns=pl.lit(0)))).is_empty()

@@ -284,6 +284,8 @@ def _gaps(trace: Trace, device: int) -> tuple[Ints, Spans]:
     work = launched_work.work_columns(trace, device)
     spans, queued_ns = work.spans, _queued_ns(trace, device)
     busy = intervals.union(spans)
+    if not len(busy):  # work without durations
+        return np.zeros(0, np.int64), intervals.EMPTY
     stretch = np.searchsorted(busy[:, 0], spans[:, 0], side="right") - 1
     idle_since = np.append(busy[:, 1], 0)[stretch - 1]
     stream_end = _previous_ends(spans, work.lane)

@@ -14,11 +14,12 @@ from tracekit.ingest.readers.normalize.event_categories import DEVICE_KINDS, HOS
 from tracekit.ingest.readers.normalize.event_tables import Damage, Events
 from tracekit.ingest.readers.normalize.events import Args
 from tracekit.ingest.readers.normalize.numbers import MISSING, Ints
-from tracekit.ingest.readers.nsight import database, mpi_calls, nccl_ranges
-from tracekit.ingest.readers.nsight.database import Database, Texts
+from tracekit.ingest.readers.normalize.sqlite_tables import Database
+from tracekit.ingest.readers.nsight import mpi_calls, nccl_ranges, report_texts
 from tracekit.ingest.readers.nsight.mpi_calls import MpiCalls, OsCalls
 from tracekit.ingest.readers.nsight.nccl_ranges import Communicators, Fields, NcclRange, Payloads
 from tracekit.ingest.readers.nsight.processes import THREAD_BITS, rows_of
+from tracekit.ingest.readers.nsight.report_texts import Texts
 from tracekit.model.nesting import Flags
 
 _TABLE = "NVTX_EVENTS"
@@ -95,7 +96,7 @@ class Tables:
             correlation = calls["correlationId"] if kind == _RUNTIME else np.zeros(rows, np.int64)
             self._add_host(
                 calls,
-                name=self._name_codes(calls["nameId"], database.of_call),
+                name=self._name_codes(calls["nameId"], report_texts.of_call),
                 kind=np.full(rows, kind),
                 correlation=np.where(correlation == MISSING, 0, correlation),
             )
@@ -108,9 +109,9 @@ class Tables:
         first = sum(len(part["kind"]) for part in self._host)
         name_ids, inverse = np.unique(ranges.name_id[rows], return_inverse=True)
         texts = ranges.names.gather(name_ids).to_list()
-        operators = [database.operator(text) for text in texts]
+        operators = [report_texts.operator(text) for text in texts]
         total_ns = np.bincount(inverse, np.maximum(ranges.end[rows] - ranges.start[rows], 0), len(name_ids))
-        step_of = database.step_names(zip(texts, total_ns.astype(np.int64).tolist(), strict=True))
+        step_of = report_texts.step_names(zip(texts, total_ns.astype(np.int64).tolist(), strict=True))
         labels = [step_of.get(text, text) if op is None else op.name for text, op in zip(texts, operators, strict=True)]
         self._add_host(
             {"start": ranges.start[rows], "end": ranges.end[rows], "globalTid": ranges.thread[rows]},
@@ -250,9 +251,9 @@ class Tables:
             texts = [f"CUDA graph {graph}" for graph in work["graphId"].tolist()]
         elif table.endswith("MEMCPY"):
             kinds = zip(*(work[name].tolist() for name in ("copyKind", "srcKind", "dstKind")), strict=True)
-            texts = [database.of_copy(*kind) for kind in kinds]
+            texts = [report_texts.of_copy(*kind) for kind in kinds]
         else:
-            texts = [database.of_memset(kind) for kind in work["memKind"].tolist()]
+            texts = [report_texts.of_memset(kind) for kind in work["memKind"].tolist()]
         return np.fromiter((self._names[text] for text in texts), np.int64, len(texts))
 
     def _name_codes(self, ids: Ints, convert: Callable[[str], str]) -> Ints:

@@ -21,8 +21,9 @@ from tracekit.ingest.readers import dftracer
 from tracekit.ingest.readers.normalize import numbers
 from tracekit.ingest.readers.normalize.events import Args, MessageBytes
 from tracekit.ingest.readers.normalize.numbers import MISSING, Ints
-from tracekit.ingest.readers.nsight.database import Database, Texts
+from tracekit.ingest.readers.normalize.sqlite_tables import Database
 from tracekit.ingest.readers.nsight.processes import MPI_TABLES, THREAD_BITS, rows_of
+from tracekit.ingest.readers.nsight.report_texts import Texts
 from tracekit.model import schema
 from tracekit.model.manifest import MAX_RANKS
 

@@ -15,7 +15,8 @@ from typing import Any
 from tracekit.ingest import untrusted_json
 from tracekit.ingest.readers.normalize import nccl_calls
 from tracekit.ingest.readers.normalize.events import Args
-from tracekit.ingest.readers.nsight.database import Database, Texts
+from tracekit.ingest.readers.normalize.sqlite_tables import Database
+from tracekit.ingest.readers.nsight.report_texts import Texts
 from tracekit.model.manifest import MAX_RANKS
 
 _FUNCTION = re.compile(rf"p?nccl({'|'.join(nccl_calls.OPS)})$")

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 
 from tracekit.ingest.readers.normalize.numbers import MISSING
-from tracekit.ingest.readers.nsight.database import Database
+from tracekit.ingest.readers.normalize.sqlite_tables import Database
 from tracekit.ingest.readers.nsight.nccl_ranges import Communicators
 from tracekit.model.manifest import MAX_RANKS
 

@@ -9,11 +9,11 @@ import polars as pl
 
 from tracekit.errors import BadTraceError
 from tracekit.ingest import untrusted_json
-from tracekit.ingest.readers.normalize import numbers
+from tracekit.ingest.readers.normalize import numbers, sqlite_tables
 from tracekit.ingest.readers.normalize.numbers import Ints
+from tracekit.ingest.readers.normalize.sqlite_tables import Database
 from tracekit.ingest.readers.normalize.trace import build_trace
-from tracekit.ingest.readers.nsight import database, mpi_calls, processes
-from tracekit.ingest.readers.nsight.database import Database
+from tracekit.ingest.readers.nsight import mpi_calls, processes, report_texts
 from tracekit.ingest.readers.nsight.events import Tables, read_communicators, read_ranges
 from tracekit.ingest.readers.nsight.processes import RankProcess
 from tracekit.ingest.readers.reader import TraceInfo
@@ -46,8 +46,8 @@ _MOST_LENGTH = 300
 
 def traces(path: str) -> Sequence[TraceInfo]:
     """Return the traces of a file. Raises BadTraceError if it is damaged, or has no GPU work, ranges or MPI calls."""
-    with database.open_database(path) as report:
-        listed = processes.ranks(report, read_communicators(report, database.Texts(report)))
+    with sqlite_tables.open_database(path) as report:
+        listed = processes.ranks(report, read_communicators(report, report_texts.Texts(report)))
         facts = environment.environment(_header(report, None))
         _require_content(path, report)
         start_ns = _start_ns(report)
@@ -66,8 +66,8 @@ def traces(path: str) -> Sequence[TraceInfo]:
 
 def read(path: str, info: TraceInfo, *, rank: int, window: int) -> Trace:
     """Return the trace of a process. Raises BadTraceError if the file does not have it any more."""
-    with database.open_database(path) as report:
-        texts = database.Texts(report)
+    with sqlite_tables.open_database(path) as report:
+        texts = report_texts.Texts(report)
         communicators = read_communicators(report, texts)
         listed = processes.ranks(report, communicators)
         process = next((p for p in listed if p.process_id == info.process_id), None)
