@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 
 from tests.fuzz import mutations, recordings, structures
-from tests.support import inspector_logs, kineto_files, rocprofv3_files, xplane_files
+from tests.support import ascend_files, inspector_logs, kineto_files, rocprofv3_files, xplane_files
 from tests.support.cli_runner import ROOT
 from tests.support.sample_snapshots import MIB, Simulation, frame
 
@@ -468,6 +468,23 @@ def _nsight(random: Random) -> Files:
     return {"rank0.sqlite": data}
 
 
+@functools.cache
+def _ascend_file() -> bytes:
+    import tempfile
+    from pathlib import Path
+
+    with tempfile.TemporaryDirectory() as folder:
+        return ascend_files.write(Path(folder, "rank0.db"), ascend_files.training(steps=3)).read_bytes()
+
+
+def _ascend(random: Random) -> Files:
+    data = _ascend_file()
+    change = structures.sqlite if random.random() < 0.8 else mutations.text
+    for _ in range(random.choice((1, 1, 3, 20))):
+        data = change(data, random)
+    return {"ascend_pytorch_profiler_0.db": data}
+
+
 def _checkpoints(random: Random) -> Files:
     files = _files_of("distributed_checkpoint", "*")
     draw = random.random()
@@ -582,6 +599,7 @@ KINDS: dict[str, tuple[tuple[str, ...], Callable[[Random], Files]]] = {
     "XPlane profile": (CHECK, _xplane),
     "rocprofv3 results": (CHECK, _rocprofv3),
     "Nsight Systems export": (CHECK, _nsight),
+    "Ascend database": (CHECK, _ascend),
     "manifest": (CHECK, _manifests),
     "metrics log": (CHECK, _metrics),
     "checkpoint log": (CHECK, _saves),

@@ -17,7 +17,14 @@ SPECIFIED = (
     "specified database",
     "specified logs",
 )
-OTHERS = ("archive", "Perfetto trace", "Nsight Systems export", "XPlane profile", "rocprofv3 results")
+OTHERS = (
+    "archive",
+    "Perfetto trace",
+    "Nsight Systems export",
+    "Ascend database",
+    "XPlane profile",
+    "rocprofv3 results",
+)
 TRACES = (*PLAIN, *MERGED, *OTHERS, *SPECIFIED)
 _SQL = "SELECT name, count(*), sum(dur_ns) FROM ops GROUP BY ALL ORDER BY ALL"
 

@@ -100,7 +100,7 @@ MADE = {
     "rocpd.db": (database("CREATE TABLE rocpd_kernel (start INTEGER)"), "a rocprofiler database"),
     "ascend_pytorch_profiler_0.db": (
         database("CREATE TABLE STRING_IDS (id INTEGER, value TEXT)", "CREATE TABLE TASK (startNs INTEGER)"),
-        "a database of Ascend PyTorch Profiler",
+        "this database has no operator and no task on an NPU",
     ),
     "dump.json": (b'{"version": "2.10", "pg_config": {}, "pg_status": {}, "entries": []}', "torch's flight recorder"),
     "nccl_trace_rank_0": (

@@ -11,6 +11,7 @@ from typing import Any
 from tracekit.conventions import log_parts
 from tracekit.conventions import perfetto as perfetto_conventions
 from tracekit.ingest.readers import foreign_formats
+from tracekit.ingest.readers.ascend import AscendDatabases
 from tracekit.ingest.readers.dftracer import DFTracerLogs
 from tracekit.ingest.readers.execution_trace import ExecutionTraces
 from tracekit.ingest.readers.kineto.format import KinetoTraces
@@ -107,6 +108,7 @@ READERS: tuple[Reader, ...] = (
     XPlaneProfiles(),
     PerfettoTraces(),
     NsightExports(),
+    AscendDatabases(),
     Rocprofv3Results(),
     KinetoTraces(),
 )

@@ -79,11 +79,6 @@ FORMATS = (
         lambda head: head.startswith(_SQLITE) and b"CUPTI_ACTIVITY_KIND" in head,
         (".nvvp",),
     ),
-    ForeignFormat(
-        "a database of Ascend PyTorch Profiler",
-        "tracekit does not read it; name the trace_view.json that the profiler writes beside it (export_type Text)",
-        lambda head: head.startswith(_SQLITE) and b"STRING_IDS" in head and b"TASK" in head,
-    ),
     ForeignFormat("a SQLite database", _NO_TRACE, _starts(_SQLITE)),
     ForeignFormat(
         "an Nsight Compute report",
