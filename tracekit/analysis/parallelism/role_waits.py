@@ -54,12 +54,13 @@ def pauses(trace: Trace) -> pl.DataFrame:
     Columns kind, start_ns, dur_ns, annotation: a row of kind "recorded", the time from the first slice to the last one;
     a row of kind "pause" for each pause, with the annotation in which the host pauses; one of kind "collective" for
     each time of that length in which it only communicates. Sends and receives are no work: they wait for a process.
+    Without operators and compute, as in logs of collectives, there are no rows: when it works is not known.
     """
-    times = roles.recorded_times(trace)
-    if not times:
-        return schema.empty(_PAUSES)
-    window = min(times), max(times)
     compute, collectives = _work(trace)
+    if not len(compute):
+        return schema.empty(_PAUSES)
+    times = roles.recorded_times(trace)
+    window = min(times), max(times)
     idle = _long(intervals.gaps(intervals.union(compute, collectives), window))
     communicating = _long(intervals.subtract(collectives, compute))
     spans = np.concatenate(([window], communicating, idle))
