@@ -15,6 +15,7 @@ from tracekit.ingest import roles
 from tracekit.model import intervals, schema
 from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.intervals import Spans
+from tracekit.model.memoize import memoize
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace, TraceFact
 from tracekit.sync import alignment, collective_matching
@@ -159,6 +160,7 @@ def _on_run_clock(run: Run) -> pl.DataFrame:
     return alignment.on_run_clock(run.table(pauses), run.offsets, ("start_ns",))
 
 
+@memoize
 def _times(run: Run) -> tuple[Spans, Spans]:
     """Times in which some rank of a role was recorded, and of these the times in which the role is idle.
 
