@@ -67,6 +67,15 @@ def test_names_only_label(tmp_path):
     assert run.table("role_waits")["annotation"].to_list() == ["wait for rollouts", "wait for weights"]
 
 
+def test_roles_in_an_archive_and_of_a_pattern(run, tmp_path):
+    archive = shutil.make_archive(str(tmp_path / "job"), "gztar", RECORDING)
+    packed = tracekit.load(archive, cache=False)
+    assert [role_run.path for role_run in packed.roles.values()] == [f"{archive}/{name}" for name in NAMES]
+    assert packed.table("role_waits").equals(run.table("role_waits"))
+    by_pattern = tracekit.load(str(RECORDING / "*" / "*.json.gz"), cache=False)
+    assert [role_run.path for role_run in by_pattern.roles.values()] == [str(RECORDING / name) for name in NAMES]
+
+
 def test_a_role_alone_is_a_run_without_roles():
     run = tracekit.load(RECORDING / "trainer", cache=False)
     assert (run.roles, run.role, run.name) == ({}, "", "trainer")
