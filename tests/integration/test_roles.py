@@ -13,6 +13,7 @@ import tracekit
 from tests.support.cli_runner import tracekit as run_command
 from tracekit.analysis.parallelism import role_waits
 from tracekit.report import timeline
+from tracekit.rules import report_cache
 
 RECORDING = Path(__file__).parents[1] / "recordings" / "roles"
 NAMES = ["trainer", "rollout"]
@@ -66,6 +67,15 @@ def test_names_only_label(tmp_path):
     assert run.table("role_waits")["annotation"].to_list() == ["wait for rollouts", "wait for weights"]
 
 
+def test_roles_in_an_archive_and_of_a_pattern(run, tmp_path):
+    archive = shutil.make_archive(str(tmp_path / "job"), "gztar", RECORDING)
+    packed = tracekit.load(archive, cache=False)
+    assert [role_run.path for role_run in packed.roles.values()] == [f"{archive}/{name}" for name in NAMES]
+    assert packed.table("role_waits").equals(run.table("role_waits"))
+    by_pattern = tracekit.load(str(RECORDING / "*" / "*.json.gz"), cache=False)
+    assert [role_run.path for role_run in by_pattern.roles.values()] == [str(RECORDING / name) for name in NAMES]
+
+
 def test_a_role_alone_is_a_run_without_roles():
     run = tracekit.load(RECORDING / "trainer", cache=False)
     assert (run.roles, run.role, run.name) == ({}, "", "trainer")
@@ -111,6 +121,26 @@ def test_one_timeline_has_all_roles_on_one_clock(run, tmp_path):
     page = run.timeline().page
     packed = re.search(r'id="timeline-data">([A-Za-z0-9+/=]+)</script>', page)[1]
     assert b'"2": "rollout rank 0"' in gzip.decompress(base64.b64decode(packed))
+
+
+def test_a_stored_report_of_files_in_one_folder_has_its_role_and_the_waits(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACEKIT_CACHE_DIR", str(tmp_path / "cache"))
+    folder = tmp_path / "job"
+    folder.mkdir()
+    for file in RECORDING.rglob("*.json.gz"):
+        shutil.copy(file, folder / f"{file.parent.name}-{file.name}")
+    first, again = (report_cache.report(str(folder)) for _ in range(2))
+    assert [report.run.name for report in (first, again)] == ["job (trainer)"] * 2
+    assert [finding.id for finding in again.findings] == [finding.id for finding in first.findings]
+    assert again.run.table(role_waits.role_waits).equals(first.run.table(role_waits.role_waits))
+    assert first.run.roles
+    assert not again.run.roles  # it was read from the store
+
+
+def test_the_report_of_a_role_in_a_folder_below_is_not_stored(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACEKIT_CACHE_DIR", str(tmp_path))
+    report_cache.report(str(RECORDING))
+    assert report_cache.summary(str(RECORDING)) is None
 
 
 def test_waits_do_not_depend_on_the_role_that_was_loaded(run):

@@ -63,7 +63,7 @@ def check_runs(
             run = loader.load(path, on_progress=bar.on_file, cache=cache, settings=settings, executor=executor)
             measured = bar.trace_callback(len(run.sources))
             report = engine.check(run, rules, facts=(*facts, *report_cache.FACTS), on_progress=measured)
-            if key is not None and not run.roles:
+            if key is not None:
                 report_cache.store(key, report, path, settings, has_comparisons=False)
             reports.append((report, run))
             _require_all_read(run)

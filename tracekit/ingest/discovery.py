@@ -17,13 +17,12 @@ from tracekit.ingest.files import File, natural_key
 from tracekit.ingest.readers.reader import Reader, TraceInfo
 from tracekit.ingest.remote import RemoteFile
 from tracekit.ingest.remote_listing import MAX_CONCURRENT_REQUESTS
-from tracekit.ingest.trace_files import HOUR_NS, QualityIssue, TraceFile, word_rank
+from tracekit.ingest.trace_files import HOUR_NS, SAME_START_NS, QualityIssue, TraceFile, word_rank
 
 _NUMBER = re.compile(r"(?:^|[_-])(\d{1,18})(?=[._-]|$)")
 _STAMP = re.compile(r"\.(\d{10,19})\.(?:pt\.)?trace\.json")
 _WINDOW_FOLDER = re.compile(r"/window(\d{1,9})/")
 _TRACE_NAME = (".trace.json", ".trace.json.gz", ".trace.json.zst")
-_SAME_START_NS = 1_000_000
 _OTHER_BASE_NS = 10 * 365 * 24 * HOUR_NS
 FIRST_BYTES = 64 << 10
 _HEAD_BYTES = (FIRST_BYTES, 512 << 10, 4 << 20)
@@ -258,7 +257,7 @@ def _same_recording(a: TraceFile, b: TraceFile) -> bool:
         return True
     if a.info.start_ns is None or b.info.start_ns is None:
         return a.file.size_bytes == b.file.size_bytes
-    return abs(a.info.start_ns - b.info.start_ns) < _SAME_START_NS
+    return abs(a.info.start_ns - b.info.start_ns) < SAME_START_NS
 
 
 def _windows(listed: list[TraceFile], issues: list[QualityIssue]) -> list[TraceFile]:

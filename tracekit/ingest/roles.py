@@ -4,14 +4,15 @@ Each role has process groups, rank numbers and steps of its own, so it is a run 
 roles of one job is decided by their processes and the time of their recordings; folders and names only label them.
 """
 
+import itertools
 import os
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tracekit.ingest import files
-from tracekit.ingest.trace_files import HOUR_NS, TraceFile
+from tracekit.ingest.trace_files import HOUR_NS, SAME_START_NS, TraceFile
 from tracekit.model import escaping
 from tracekit.model.intervals import Window
 from tracekit.model.trace import Trace
@@ -54,7 +55,7 @@ def find_roles(
 ) -> list[Role]:
     """Roles of the job that a run is part of: the run's first, then those of the other runs; none without others.
 
-    Another run is a role of the same job if it was recorded at the same time in other processes. Of runs with one name
+    Another run is a role of the same job if it was recorded at the same time, and is no copy. Of runs with one name
     that were recorded one after the other, attempts at one role, only the latest is a role. Reads the first and the
     last trace of each candidate.
 
@@ -65,7 +66,7 @@ def find_roles(
         stated_name: Returns the role that the manifest of some traces states, or None.
         read: Returns a trace, or None where it cannot be read.
     """
-    candidates = [other for other in other_runs if _may_cooperate(run, other, stated_name)]
+    candidates = [other for other in other_runs if _may_cooperate(run, other)]
     if not candidates or len(candidates) >= MAX_ROLES:
         return []
     recorded = [
@@ -88,23 +89,23 @@ def find_roles(
     ]
 
 
-def _may_cooperate(
-    run: Sequence[TraceFile],
-    other: Sequence[TraceFile],
-    stated_name: Callable[[Sequence[TraceFile]], str | None],
-) -> bool:
-    """Whether two runs are of different processes, by id or by stated role, and began within an hour."""
+def _may_cooperate(run: Sequence[TraceFile], other: Sequence[TraceFile]) -> bool:
+    """Whether two runs began within an hour, and no recording of the one is a copy of one of the other."""
     starts, other_starts = ([t.info.start_ns for t in traces if t.info.start_ns is not None] for traces in (run, other))
     if not starts or not other_starts:
         return False
     if max(min(starts), min(other_starts)) - min(max(starts), max(other_starts)) > HOUR_NS:
         return False
-    names = {stated_name(run), stated_name(other)}
-    if len(names) == 2 and None not in names:
-        return True
-    # A copy of a recording has its process ids. Without them, nothing shows that it is no copy.
-    process_ids, other_process_ids = ({t.info.process_id for t in traces} for traces in (run, other))
-    return None not in process_ids | other_process_ids and not process_ids & other_process_ids
+    # Processes of two containers may have one id, and those of one host may start in the same millisecond: not both.
+    recordings = defaultdict[int | None, list[int]](list)
+    for t in run:
+        recordings[t.info.process_id].append(t.info.start_ns or 0)
+    for t in other:
+        starts = recordings[t.info.process_id] + recordings[None]
+        starts = list(itertools.chain(*recordings.values())) if t.info.process_id is None else starts
+        if any(abs(start_ns - (t.info.start_ns or 0)) < SAME_START_NS for start_ns in starts):
+            return False
+    return True
 
 
 def _recorded_span(traces: Sequence[TraceFile], read: Callable[[TraceFile], Trace | None]) -> Window | None:

@@ -50,6 +50,8 @@ class TraceFile:
 
 
 HOUR_NS = 3_600_000_000_000
+SAME_START_NS = 1_000_000
+"""Recordings of one process that begin within this time are copies of one."""
 _JOB_PARTS = ("folder", "world size", "job id")
 
 _Key = tuple[object, ...]

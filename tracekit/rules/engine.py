@@ -65,7 +65,7 @@ _LOST = (
 )
 """Issue of a trace in which idle time is no evidence, and what to say of findings that rest on it."""
 _CUT = "Only a part of the step was recorded, so its share of a whole step is not known."
-_IDLE_FAMILIES = (*TIMED_FAMILIES, "STEP")
+_IDLE_FAMILIES = (*TIMED_FAMILIES, "STEP", "ROLE")
 _IDLE_CODES = ("MEM001", "MEM002")
 _UNCERTAIN = 0.3
 

@@ -89,8 +89,7 @@ def report(
     new_report = engine.check(run, facts=facts, on_progress=on_progress, on_rule=on_rule, on_crash=note)
     for survey in surveys:
         run.table(survey)
-    # The run of a stored report knows no other roles, and what is measured of them later would be missing.
-    if not crashed and key is not None and not run.roles:
+    if not crashed and key is not None:
         store(key, new_report, path, settings)
     return new_report
 
@@ -168,10 +167,14 @@ def store(
 ) -> None:
     """Store a report under `key` with the tables of its run, unless files of the run have changed since that key.
 
+    The report of a role in a folder of its own below `path` is not stored: the folder's is another run.
+
     `has_comparisons` states whether these are also the facts by which runs are compared.
     """
     lazy_run = _LazyRun(path, key, settings)
-    if lazy_run.is_unchanged():
+    # A role has the path of its own folder, where that is below: a report is named by the path that it is stored for.
+    is_of_path = not report.run.roles or os.path.realpath(report.run.path) == os.path.realpath(path)
+    if is_of_path and lazy_run.is_unchanged():
         put(key, report, has_comparisons=has_comparisons)
         report.run.use_cache(_MeasuredTables(DiskCache.of_user("reports"), key, {}, lazy_run.is_unchanged))
 

@@ -142,6 +142,7 @@ def _write_facts(tables: Mapping[str, pl.DataFrame], archive: zipfile.ZipFile) -
 def _content(report: Report, fact_names: Sequence[str]) -> dict[str, Any]:
     return {
         "path": report.run.path,
+        "role": report.run.role,
         "manifest": report.run.manifest,
         "sources": [[source.rank, source.window, source.path, source.size_bytes] for source in report.run.sources],
         "findings": [_as_dict(finding) for finding in report.findings],
@@ -204,6 +205,7 @@ def read(file: BinaryIO, reader: Reader, path: str) -> tuple[Report, Mapping[str
         path,
         [Source(rank, window, file, size, reader(window, rank, file)) for rank, window, file, size in sources],
         manifest=content["manifest"],
+        role=content["role"],
         data_quality=_issues_with_names(data_quality, names),
         align=alignment.offsets,
     )

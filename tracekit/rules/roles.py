@@ -4,7 +4,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import polars as pl
+
 from tracekit.analysis.parallelism import role_waits
+from tracekit.analysis.quality import trace_quality
 from tracekit.analysis.time import breakdown
 from tracekit.model import escaping, intervals, units
 from tracekit.model.intervals import Spans
@@ -48,13 +51,19 @@ class WaitingRole(Rule):
     """
 
     code: ClassVar[str] = "ROLE001"
-    facts: ClassVar[tuple[TraceFact, ...]] = (breakdown.by_step,)
+    facts: ClassVar[tuple[TraceFact, ...]] = (breakdown.by_step, trace_quality.data_quality)
     finding_facts: ClassVar[tuple[TraceFact, ...]] = role_waits.FACTS
     min_wait_ratio: float = 0.05
 
+    def blind_spot(self, run: Run) -> str | None:
+        """Return which roles cannot be judged because the work of their devices was not recorded."""
+        unjudged = _without_device_work(run)
+        return f"device activity of {', '.join(unjudged)} was not recorded (see DATA001)." if unjudged else None
+
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the run's role waits for another one long enough."""
-        waits = run.table(role_waits.role_waits).filter(role=run.role)
+        is_judged = ~pl.any_horizontal(pl.col("role", "working_role").is_in(_without_device_work(run)))
+        waits = run.table(role_waits.role_waits).filter(is_judged, role=run.role)
         longest = largest_first(waits, "wait_ns", "working_role").head(1)
         if longest.is_empty() or longest["wait_ratio"][0] < self.min_wait_ratio:
             return
@@ -80,6 +89,15 @@ class WaitingRole(Rule):
             is_of_window=not step_ns,
             claim=f"{run.role} waits for {row['working_role']}",
         )
+
+
+def _without_device_work(run: Run) -> list[str]:
+    """Roles of the run's job some trace of which has no work of a device that the training used."""
+    return [
+        name
+        for name, role_run in run.roles.items()
+        if "no_device_activity" in role_run.table(trace_quality.data_quality)["kind"]
+    ]
 
 
 def with_consequences(run: Run, findings: Iterable[Finding]) -> Iterator[Finding]:

@@ -90,6 +90,18 @@ def test_roles_that_were_not_recorded_together_have_no_row():
     assert runs["trainer"].table(role_waits.role_waits).is_empty()
 
 
+def test_a_log_of_collectives_does_not_say_when_its_role_works():
+    runs = job(trainer=run_of("comm a....bb...a"), rollout=run_of(ROLLOUT))
+    assert runs["trainer"].table(role_waits.role_waits).is_empty()
+
+
+def test_a_role_whose_device_was_not_recorded_is_not_judged():
+    lack = pl.DataFrame({"kind": ["no_device_activity"], "message": [""], "affected_ratio": [1.0]})
+    runs = job(trainer=run_of(TRAINER), rollout=run_of(ROLLOUT, data_quality=lack))
+    assert list(WaitingRole().check(runs["trainer"])) == []
+    assert "rollout" in WaitingRole().blind_spot(runs["trainer"])
+
+
 def test_a_run_without_roles_has_no_row_and_no_finding():
     run = run_of(TRAINER)
     assert run.table(role_waits.role_waits).is_empty()

@@ -80,10 +80,10 @@ def test_the_manifest_states_the_name(tmp_path):
     assert run.roles["trainer"].manifest["role"] == "trainer"
 
 
-def test_processes_of_containers_with_equal_ids_are_roles_if_they_state_two(tmp_path):
-    for folder, stated in (("a", {"role": "trainer"}), ("b", {"role": "rollout"})):
-        write(tmp_path / folder / "rank0.json", of_process(1))
-        (tmp_path / folder / "run.json").write_text(json.dumps(stated))
+def test_processes_of_containers_with_equal_ids_are_roles(tmp_path):
+    for rank in (0, 1):
+        write(tmp_path / "trainer" / f"rank{rank}.json", of_process(1, rank, 2, steps=9))
+    write(tmp_path / "rollout" / "rank0.json", of_process(1, start_us=5_000))
     assert sorted(load(tmp_path).roles) == ["rollout", "trainer"]
 
 
@@ -106,7 +106,7 @@ def test_of_two_attempts_at_a_role_the_latest_is_loaded(tmp_path):
         of_process(90, baseTimeNanoseconds=0),
         of_process(90, start_us=4000e6),
     ],
-    ids=["later", "same process", "no time of day", "an hour later"],
+    ids=["later", "copy", "no time of day", "an hour later"],
 )
 def test_what_does_not_cooperate_is_another_run_as_before(tmp_path, other):
     write_trainer(tmp_path)

@@ -15,6 +15,7 @@ from tracekit.ingest import roles
 from tracekit.model import intervals, schema
 from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.intervals import Spans
+from tracekit.model.memoize import memoize
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace, TraceFact
 from tracekit.sync import alignment, collective_matching
@@ -54,12 +55,13 @@ def pauses(trace: Trace) -> pl.DataFrame:
     Columns kind, start_ns, dur_ns, annotation: a row of kind "recorded", the time from the first slice to the last one;
     a row of kind "pause" for each pause, with the annotation in which the host pauses; one of kind "collective" for
     each time of that length in which it only communicates. Sends and receives are no work: they wait for a process.
+    Without operators and compute, as in logs of collectives, there are no rows: when it works is not known.
     """
-    times = roles.recorded_times(trace)
-    if not times:
-        return schema.empty(_PAUSES)
-    window = min(times), max(times)
     compute, collectives = _work(trace)
+    if not len(compute):
+        return schema.empty(_PAUSES)
+    times = roles.recorded_times(trace)
+    window = min(times), max(times)
     idle = _long(intervals.gaps(intervals.union(compute, collectives), window))
     communicating = _long(intervals.subtract(collectives, compute))
     spans = np.concatenate(([window], communicating, idle))
@@ -158,6 +160,7 @@ def _on_run_clock(run: Run) -> pl.DataFrame:
     return alignment.on_run_clock(run.table(pauses), run.offsets, ("start_ns",))
 
 
+@memoize
 def _times(run: Run) -> tuple[Spans, Spans]:
     """Times in which some rank of a role was recorded, and of these the times in which the role is idle.
 
