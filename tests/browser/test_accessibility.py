@@ -51,7 +51,6 @@ EVERYDAY = [
     ("timeline", "Timeline"),
     ("kernels", "Kernels"),
     ("plan", "Plan"),
-    ("sql", "SQL"),
     ("compare", "Compare"),
 ]
 

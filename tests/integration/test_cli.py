@@ -17,10 +17,12 @@ from pathlib import Path
 import pytest
 
 from tests.browser import recorded
-from tests.support import cli_runner
+from tests.support import cli_runner, loaded_runs
 from tests.support.cli_runner import ROOT, TIMEOUT_S, command, environment, in_a_process, only_line, tracekit
 from tracekit import __version__
 
+runs_loaded_once = loaded_runs.runs_loaded_once
+pytestmark = pytest.mark.usefixtures("runs_loaded_once")
 HEAVY = ("torch", "pandas", "plotly", "streamlit", "polars", "duckdb", "numpy", "rich")
 
 
@@ -220,15 +222,16 @@ def test_a_crashing_rule_exits_with_3_and_shows_a_traceback_only_on_request(runs
     (metadata / "entry_points.txt").write_text("[tracekit.rules]\ncrashing = crashing:AlwaysCrashes\n")
     path = f"{ROOT}{os.pathsep}{tmp_path}"
 
-    done = in_a_process("check", runs / "good", PYTHONPATH=path, TRACEKIT_CRASH_REPORT="0")
+    check = ("check", runs / "good", "--select", "CRASH001")
+    done = in_a_process(*check, PYTHONPATH=path, TRACEKIT_CRASH_REPORT="0")
     assert done.returncode == 3
     assert "CRASH001" in only_line(done)
     assert "of all things" in done.stderr
     assert "please report it" in done.stderr
 
     for done in (
-        in_a_process("--debug", "check", runs / "good", PYTHONPATH=path, TRACEKIT_CRASH_REPORT="0"),
-        in_a_process("check", runs / "good", PYTHONPATH=path, TRACEKIT_CRASH_REPORT="0", TRACEKIT_DEBUG="1"),
+        in_a_process("--debug", *check, PYTHONPATH=path, TRACEKIT_CRASH_REPORT="0"),
+        in_a_process(*check, PYTHONPATH=path, TRACEKIT_CRASH_REPORT="0", TRACEKIT_DEBUG="1"),
     ):
         assert done.returncode == 3
         assert "ZeroDivisionError" in done.stderr

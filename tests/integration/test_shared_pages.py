@@ -8,10 +8,13 @@ import re
 import pytest
 
 from tests.browser import recorded
+from tests.support import loaded_runs
 from tests.support.cli_runner import tracekit
 from tracekit.report import shared_view
 
 LINK = "http://localhost:8501/timeline?run=other&from=1000&to=9000000&range=2000-3000&note=a%20%3C%2Fscript%3E&pins=0-1"
+runs_loaded_once = loaded_runs.runs_loaded_once
+pytestmark = pytest.mark.usefixtures("runs_loaded_once")
 
 
 @pytest.fixture(scope="module")

@@ -282,7 +282,7 @@ def test_files_that_changed_a_moment_ago_are_not_trusted(change, run, tmp_path, 
     monkeypatch.setattr("tracekit.cli.question._UNSURE_NS", 2 * 10**9)
     time.sleep(2.1)
     (run / "tracekit.toml").touch() if change == "settings" else os.utime(run / "run.json", ns=(1, 1))
-    assert ask("check", run, cwd=run)[2] == 0
+    assert ask("summary", run, cwd=run)[2] == 0
     assert entries(tmp_path) == []
 
 
@@ -302,8 +302,7 @@ def test_no_answer_is_stored_of_a_command_that_does_more_than_print(options, run
         from tracekit.executors import open_executor
 
         monkeypatch.setattr("tracekit.executors.open_executor", lambda *_, **__: open_executor("threads", workers=1))
-    for _ in range(2):
-        assert ask("check", run, *options, cwd=tmp_path)[2] == 0
+    assert ask("check", run, *options, cwd=tmp_path)[2] == 0
     assert entries(tmp_path) == []
 
 
@@ -314,7 +313,7 @@ def test_no_answer_is_stored_of_a_run_that_may_read_otherwise_the_next_time(case
         (run / "rank00002.pt.trace.json.gz.partial").write_bytes(b"")
     if case == "unreadable rank":
         (run / "rank00001.pt.trace.json.gz").write_bytes(b"damaged")
-    ask("check", path)
+    ask("summary", path)
     assert entries(tmp_path) == []
 
 

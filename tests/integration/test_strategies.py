@@ -1,4 +1,4 @@
-"""Every strategy trains the same model to the same losses: fp64, 3 and 4 ranks, up to 16 steps, 1e-12 relative."""
+"""Every strategy trains the same model to the same losses: fp64, 3 and 4 ranks, up to 10 steps, 1e-12 relative."""
 
 import dataclasses
 import functools
@@ -21,10 +21,9 @@ TOLERANCE = 1e-12
 # of scale or a lost gradient would be of order 0.01 from the first steps on.
 BF16_TOLERANCE = 1e-4
 BF16_STEPS = 10
-BF16_TOLERANCE_LATER = 1e-3
 
 # SGD shows errors in the scale of gradients that Adam hides. On two ranks dividing is exact, so it could show none.
-STEPS = {(3, "adamw"): 16, (3, "sgd"): 11}  # batches come again every 5 steps, so the last may be the first
+STEPS = {(3, "adamw"): 7, (3, "sgd"): 7}  # the sixth batch is the first again, whose loss must have fallen
 REFERENCE = "ddp"
 CURVES = [(size, name, optimizer) for name in STRATEGIES if name != REFERENCE for size, optimizer in STEPS]
 # test_trainers_optimizers.py has AdamW under FSDP2, test_hybrid_checkpoints.py under ZeRO-1.
@@ -32,7 +31,9 @@ EVERYDAY_CURVES = [curve for curve in CURVES if curve[2] == "sgd" or curve[1] ==
 # FSDP1 is left out: its clipping raises in fp64.
 CLIPPED = ("zero1", "fsdp2", "yafsdp")
 BF16 = {
-    name: Training(name, "sgd", steps=16, dtype=torch.float32, options=ShardOptions(torch.bfloat16, torch.float32))
+    name: Training(
+        name, "sgd", steps=BF16_STEPS, dtype=torch.float32, options=ShardOptions(torch.bfloat16, torch.float32)
+    )
     for name in ("fsdp2", "yafsdp")
 }
 # What one strategy can do in several ways, on four ranks so that groups of ranks can be smaller than all.
@@ -116,17 +117,14 @@ def test_every_way_to_shard_trains_the_same(name: str) -> None:
     assert distance(4, name, REFERENCE) < TOLERANCE
 
 
-def distance(world_size: int, name: str, reference_name: str, *, steps: int | None = None) -> float:
-    """The largest relative difference of any loss or norm, on any rank, from the reference's on rank 0.
-
-    Of all steps, or of the first `steps`.
-    """
+def distance(world_size: int, name: str, reference_name: str) -> float:
+    """The largest relative difference of any loss or norm, on any rank, from the reference's on rank 0."""
     reference = results(world_size, reference_name)[0]
     assert reference[-1][0] < 0.995 * reference[0][0], "the loss must fall, or the comparison says little"
     pairs = [
         (value, expected)
         for curve in results(world_size, name)
-        for point, reference_point in list(zip(curve, reference, strict=True))[:steps]
+        for point, reference_point in zip(curve, reference, strict=True)
         for value, expected in zip(point, reference_point, strict=True)
     ]
     return max(abs(value - expected) / max(abs(expected), 1e-30) for value, expected in pairs)
@@ -148,5 +146,4 @@ def test_a_mixture_of_experts_trains_the_same(name: str) -> None:
 
 
 def test_loss_curve_in_bf16_is_that_of_fsdp2() -> None:
-    assert distance(3, "yafsdp, bf16", "fsdp2, bf16", steps=BF16_STEPS) < BF16_TOLERANCE
-    assert distance(3, "yafsdp, bf16", "fsdp2, bf16") < BF16_TOLERANCE_LATER
+    assert distance(3, "yafsdp, bf16", "fsdp2, bf16") < BF16_TOLERANCE

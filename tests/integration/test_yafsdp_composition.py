@@ -26,6 +26,7 @@ from instrumented_trainers.parallelism.yafsdp import WholeTensorOptimizer, fully
 from instrumented_trainers.regions import Axis
 from tests.integration.parity import relative
 from tests.support import process_group
+from tests.support.selection import others_in_accuracy
 
 WORLD_SIZE, TOLERANCE, STEPS = 4, 1e-12, 3
 WIDTH, HIDDEN, HEADS, VOCABULARY, LAYERS, TOKENS = 8, 16, 2, 12, 3, 6
@@ -299,10 +300,16 @@ EXACT: dict[str, Callable[[], float]] = {
 }
 
 
-def all_outcomes() -> dict[str, float | str]:
-    """In one process group: DTensor's caches keep meshes, whose groups end with it."""
-    outcomes: dict[str, float | str] = {name: difference() for name, difference in EXACT.items()}
-    for name, (do, _) in REFUSED.items():
+# Each division with SGD, which shows a wrong scale; test_yafsdp_parity.py has AdamW and three buffers.
+EVERYDAY = {"tensor parallel", "tensor parallel, a penalty", "tensor parallel, replicas", "expert parallel"}
+
+
+def all_outcomes(*, everyday: bool) -> dict[str, float | str]:
+    """Outcomes, all in one process group: DTensor's caches keep meshes, whose groups end with it."""
+    outcomes: dict[str, float | str] = {
+        name: difference() for name, difference in EXACT.items() if everyday == (name in EVERYDAY)
+    }
+    for name, (do, _) in REFUSED.items() if everyday else ():
         with pytest.raises(NotImplementedError) as error:
             do()
         outcomes[name] = str(error.value)
@@ -310,17 +317,17 @@ def all_outcomes() -> dict[str, float | str]:
 
 
 @functools.cache
-def outcomes() -> list[dict[str, float | str]]:
-    return process_group.run(WORLD_SIZE, all_outcomes)
+def outcomes(*, everyday: bool) -> list[dict[str, float | str]]:
+    return process_group.run(WORLD_SIZE, functools.partial(all_outcomes, everyday=everyday))
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", others_in_accuracy(EXACT, EVERYDAY))
 def test_trains_as_one_process_does(name: str) -> None:
-    for by_name in outcomes():
+    for by_name in outcomes(everyday=name in EVERYDAY):
         assert float(by_name[name]) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_is_refused_by_name(name: str) -> None:
-    for by_name in outcomes():
+    for by_name in outcomes(everyday=True):
         assert re.search(REFUSED[name][1], str(by_name[name]))

@@ -110,12 +110,19 @@ LIKE_ANOTHER = {
     "offloaded, from the meta device",
     "three micro-batches, one reduction, reused, tied",
     "micro-batches, one reduction, checkpointed",
+    # Two ideas together, each of which has a case of its own.
+    "two passes forward, a backward each",
+    "offloaded, three micro-batches, reused, tied",
+    "three micro-batches, reused, tied",
+    "micro-batches, one reduction, spare on one rank",
+    "replicated shards, micro-batches, one reduction",
+    "offloaded, replicated shards",
 }
 EVERYDAY = {
     *((1, name) for name in ("plain", "offloaded")),
     *((2, name) for name in ("plain", "conditional", "replicated shards")),
     *((3, name) for name in CASES if name not in LIKE_ANOTHER and CASES[name].replicas == 1),
-    *((4, name) for name in ON_FOUR if CASES[name].replicas > 1 or name == "spare on one rank"),
+    *((4, name) for name in ON_FOUR - LIKE_ANOTHER if CASES[name].replicas > 1 or name == "spare on one rank"),
 }
 EVERYDAY_BF16 = {(3, name) for name in BF16}
 EVERYDAY_CONTROL = {3}

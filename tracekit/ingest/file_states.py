@@ -8,6 +8,7 @@ import functools
 import hashlib
 import itertools
 import os
+import stat
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,13 +76,14 @@ def of_run(path: str, companion_suffixes: tuple[str, ...]) -> FileStates | None:
         return None
     above = root.parent if root.is_dir() else root.parent.parent
     # The logs of a window are in its parent folder, so the run's own logs may be there too.
-    states += filter(None, (_file_state(above / name, f"../{name}") for name in _logs_in(above)))
+    states += filter(None, (_file_state(f"{above}{os.sep}{name}", f"../{name}") for name in _logs_in(above)))
     return FileStates(tuple(sorted(states, key=lambda file: file.path)))
 
 
 def of_files(paths: Iterable[str]) -> FileStates:
     """States of files and folders themselves, without those that do not exist."""
-    return FileStates(tuple(filter(None, (_file_state(Path(path), path) for path in paths))))
+    # At the end of the path of a link, a separator would lead to what it names.
+    return FileStates(tuple(filter(None, (_file_state(path.rstrip(os.sep) or path, path) for path in paths))))
 
 
 def of_tree(root: str, suffix: str = "", *, left_out: Collection[str] = ("__pycache__",)) -> FileStates | None:
@@ -116,23 +118,26 @@ def _in_folder(folder: str, above: str, depth: int) -> Iterator[FileState]:
             if depth < _MAX_DEPTH and not file.name.startswith("."):
                 yield from _in_folder(file.path, f"{relative}/", depth + 1)
             continue
-        if state := _file_state(file, relative):
+        if state := _file_state(file.path, relative):
             yield state
 
 
 def _single_file(file: Path, companion_suffixes: tuple[str, ...]) -> Iterator[FileState]:
     companions = _names_in(file.parent, companion_suffixes)
     names = (file.name, conventions.MANIFEST_FILE, *_logs_in(file.parent), *companions)
-    yield from filter(None, (_file_state(file.parent / name, name) for name in dict.fromkeys(names)))
+    yield from filter(None, (_file_state(str(file.parent / name), name) for name in dict.fromkeys(names)))
 
 
-def _file_state(file: Path | os.DirEntry[str], name: str) -> FileState | None:
+def _file_state(path: str, name: str) -> FileState | None:
+    real_path = None
     try:
-        real = os.path.realpath(file) if file.is_symlink() else None
-        status = file.stat()
+        # By the functions of os: a command asks for a thousand sources, and pathlib takes five times as long.
+        status = os.lstat(path)
+        if stat.S_ISLNK(status.st_mode):
+            real_path, status = os.path.realpath(path), Path(path).stat()
     except OSError:
         return None
-    return FileState(name, status.st_size, status.st_mtime_ns, status.st_ctime_ns, real)
+    return FileState(name, status.st_size, status.st_mtime_ns, status.st_ctime_ns, real_path)
 
 
 def _logs_in(folder: Path) -> tuple[str, ...]:

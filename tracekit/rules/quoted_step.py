@@ -157,7 +157,8 @@ def worst_loss(steps: pl.DataFrame, min_lost_ratio: float) -> StepLoss | None:
 
     `steps` is a table of `by_step` or `save_stages.losses`.
     """
-    row = worst(steps, "lost_ratio")
+    is_enough = steps["lost_ratio"] >= min_lost_ratio
+    row = worst(steps, "lost_ratio") if is_enough.any() else None  # most rules find nothing in most runs
     if row is None or row["lost_ratio"] < min_lost_ratio:
         return None
     return StepLoss(row, steps.filter(pl.col("lost_ratio") >= min_lost_ratio))

@@ -205,12 +205,12 @@ def losses(run: Run, rows: pl.DataFrame, column: str) -> pl.DataFrame:
 
     Columns PLACE, start_ns, duration_ns, lost_ns, lost_ratio (of the step); one row per step, rank and device.
     """
+    steps = _times_without_saves(run)
+    if rows.is_empty():
+        return steps.with_columns(lost_ns=pl.lit(0, rows.schema[column]), lost_ratio=pl.lit(0.0))
     sums = rows.group_by(PLACE).agg(pl.col(column).sum().alias("lost_ns"))
-    saving = run.table(save_spans).select("window", "step").drop_nulls("step")
     return (
-        _step_times(run)
-        .join(saving, on=["window", "step"], how="anti", nulls_equal=True, maintain_order="left")
-        .join(sums, on=PLACE, how="left", nulls_equal=True, maintain_order="left")
+        steps.join(sums, on=PLACE, how="left", nulls_equal=True, maintain_order="left")
         .with_columns(pl.col("lost_ns").fill_null(0))
         .with_columns((pl.col("lost_ns") / pl.col("duration_ns")).alias("lost_ratio"))
     )
@@ -227,7 +227,9 @@ def _reference_ns(lengths: dict[int | None, int], saving: set[int]) -> int | Non
 
 
 @memoize
-def _step_times(run: Run) -> pl.DataFrame:
-    """Return these columns of all steps: many rules read them, and of many ranks the whole table is in files."""
+def _times_without_saves(run: Run) -> pl.DataFrame:
+    """These columns of the steps without saves: many rules read them, and of many ranks the whole table is in files."""
     steps = run.scan(breakdown.by_step).filter(pl.col("duration_ns") > 0)
-    return steps.select(*PLACE, "start_ns", "duration_ns").collect()
+    times = steps.select(*PLACE, "start_ns", "duration_ns").collect()
+    saving = run.table(save_spans).select("window", "step").drop_nulls("step")
+    return times.join(saving, on=["window", "step"], how="anti", nulls_equal=True, maintain_order="left")

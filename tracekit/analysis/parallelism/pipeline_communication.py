@@ -174,8 +174,10 @@ def sharded_micro_batches(run: Run) -> pl.DataFrame:
     beyond one micro-batch), duration_ns (of the pipeline in that step). Empty without a pipeline.
     """
     bubbles = run.table(pipeline_bubbles.pipeline_bubbles)
+    if bubbles.is_empty():
+        return schema.empty(MICRO_BATCH_COLUMNS)
     calls = run.table(data_parallel_calls).filter(pl.col("op").is_in(_OPS))
-    if bubbles.is_empty() or calls.is_empty():
+    if calls.is_empty():
         return schema.empty(MICRO_BATCH_COLUMNS)
     aligned = alignment.on_run_clock(calls, run.offsets, ("start_ns",)).sort("start_ns")
     actions = run.table(pipeline_stages.staged_actions).select(

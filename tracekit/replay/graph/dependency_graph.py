@@ -8,7 +8,7 @@ differ by up to several times, and some have no answer. Of many ranks the column
 import itertools
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,7 @@ from tracekit.sync import alignment, collective_matching
 
 START_ORDER, COLLECTIVE, RELEASE, QUEUE = "start_order", "collective", "release", "queue"
 _FAR = -(1 << 60)
+_T = TypeVar("_T", "Graph", "Edges")
 _ROUNDS = 200
 _QUEUE_ROUNDS = 3
 
@@ -128,7 +129,7 @@ class Graph:
         """Return the graph with other durations of some nodes, given by number or flag."""
         changed = self.own_ns.copy()
         changed[nodes] = own_ns
-        return replace(self, own_ns=changed)
+        return replace_unequal(self, own_ns=changed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,12 +144,25 @@ class Edges:
 
     def select(self, which: Flags) -> "Edges":
         """Return some of the edges."""
+        if which.all():
+            return self
         return Edges(*(column[which] for column in vars(self).values()))
 
     def concat(self, other: "Edges") -> "Edges":
         """Return these edges and others."""
         both = zip(vars(self).values(), vars(other).values(), strict=True)
         return Edges(*(np.concatenate(columns) for columns in both))
+
+
+def replace_unequal(whole: _T, **fields: Any) -> _T:
+    """Graph or edges with other fields, or as they are if these are equal: then the replay of the graph is known."""
+    unequal = {
+        name: field
+        for name, field in fields.items()
+        if field is not getattr(whole, name)
+        and not (isinstance(field, np.ndarray) and np.array_equal(field, getattr(whole, name)))
+    }
+    return replace(whole, **unequal) if unequal else whole
 
 
 @dataclass(frozen=True, eq=False)

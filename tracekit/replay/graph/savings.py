@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import polars as pl
@@ -245,6 +246,8 @@ def infers_waits(run: Run) -> bool:
     return any(bool((graph.edges.inferred & (graph.edges.kind == _EVENT)).any()) for graph in graphs_of(run))
 
 
+_Played: TypeAlias = tuple[Graph, Graph, Replay]
+"""The graph of a window, the graph without a cause, and its replay."""
 _EVENT = "event"
 _INFERRED = 0.8
 _GUESSED = 0.5
@@ -262,29 +265,14 @@ def _saving(run: Run, removals: tuple[Removal, ...]) -> Saving:
         played = [(graph, *_without(graph, removals)) for graph in graphs_of(run)]
     except InsufficientDataError as error:
         return _unknown(names, str(error))
-    without_ns, before_ns = [], []
-    for graph, changed, then in played:
-        # Transforms change no step and no kind of work: those of the unchanged graph are found once.
-        after_ns = _steps(graph).replayed_ns(changed.done, then)
-        without_ns.append(after_ns)
-        # On a CPU run, what the host does before the first op of a window is part of the first step.
-        from_before = not graph.on_device or any(cause.is_before_window for cause in removed)
-        # How much sooner the first step begins than in the unchanged replay.
-        sooner_ns = _steps(graph).replayed_ns(changed.done, then, unchanged=graph.replay) if from_before else after_ns
-        before_ns.append(after_ns - sooner_ns)
-    table = _with_savings(before, pl.concat(without_ns), pl.concat(before_ns))
-    total_ns = _step_groups(run).total_ns
-    # One denominator for all causes, unless texts say how much of the step is before the first device work.
-    run_ns = total_ns(before["duration_ns"])
-    if total_ns(table["duration_ns"]) - run_ns < MIN_BEFORE_RATIO * run_ns:
-        table = table.with_columns(before["duration_ns"])
-    for late in (removal for removal in removals if removal.cause.pricing is Pricing.LATE_RANKS):
-        for graph in graphs_of(run):
-            table = device_time.with_late_ranks(table, late.ranks or graph.late_ranks)
+    if all(changed is graph for graph, changed, _ in played):
+        steps = _unchanged_steps(run)
+    else:
+        steps = _changed_steps(run, removals, played)
     per = _step_groups(run).step_count
-    recorded_ns, replayed_ns = (total_ns(table[name]) for name in ("duration_ns", "replayed_ns"))
-    saved_ns = _of_recorded(replayed_ns - total_ns(table["without_ns"]), recorded_ns, replayed_ns) // per
-    before_steps_ns = (replayed_ns - total_ns(before["replayed_ns"])) // per
+    recorded_ns, replayed_ns = steps.recorded_ns, steps.replayed_ns
+    saved_ns = _of_recorded(replayed_ns - steps.without_ns, recorded_ns, replayed_ns) // per
+    before_steps_ns = (replayed_ns - _unchanged_steps(run).replayed_ns) // per
     step_ns = recorded_ns // per
     unseen = any(contention.extrapolates(graph, then) for graph, _, then in played)
     confidence = min(cause.confidence for cause in removed)
@@ -293,9 +281,57 @@ def _saving(run: Run, removals: tuple[Removal, ...]) -> Saving:
     reliability = max(0.1, 1 - 2 * off) * (_INFERRED if infers_waits(run) else 1.0)
     sure = confidence * reliability * (_GUESSED if unseen else 1.0)
     ratio = saved_ns / step_ns if step_ns else 0.0
-    notes = [_UNSEEN if unseen else "", _rare_saves(run, table) if CHECKPOINT in removed and saved_ns else ""]
+    notes = [_UNSEEN if unseen else "", _rare_saves(run, steps.table) if CHECKPOINT in removed and saved_ns else ""]
     note = "; ".join(text for text in notes if text)
-    return Saving(names, saved_ns, ratio, step_ns, round(sure, 2), table, caveat=note, before_steps_ns=before_steps_ns)
+    return Saving(
+        names, saved_ns, ratio, step_ns, round(sure, 2), steps.table, caveat=note, before_steps_ns=before_steps_ns
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _ReplayedSteps:
+    """Steps replayed without a cause, with the columns of `STEP_COLUMNS`, and total durations of all windows in ns."""
+
+    table: pl.DataFrame
+    recorded_ns: int
+    replayed_ns: int
+    without_ns: int
+
+
+@memoize
+def _unchanged_steps(run: Run) -> _ReplayedSteps:
+    """Steps without a cause that the recording does not show: most causes of most runs."""
+    before = replayed_steps(run)
+    without_ns = before["replayed_ns"]
+    table = _with_savings(before, without_ns, pl.zeros(before.height, dtype=pl.Int64, eager=True))
+    recorded_ns, replayed_ns = (_step_groups(run).total_ns(before[name]) for name in ("duration_ns", "replayed_ns"))
+    return _ReplayedSteps(table, recorded_ns, replayed_ns, replayed_ns)
+
+
+def _changed_steps(run: Run, removals: Iterable[Removal], played: Iterable[_Played]) -> _ReplayedSteps:
+    """Steps in replays of the changed graphs of a run."""
+    without_ns, before_ns = [], []
+    is_before_window = any(removal.cause.is_before_window for removal in removals)
+    for graph, changed, then in played:
+        # Transforms change no step and no kind of work: those of the unchanged graph are found once.
+        after_ns = _steps(graph).replayed_ns(changed.done, then)
+        without_ns.append(after_ns)
+        # On a CPU run, what the host does before the first op of a window is part of the first step.
+        from_before = not graph.on_device or is_before_window
+        # How much sooner the first step begins than in the unchanged replay.
+        sooner_ns = _steps(graph).replayed_ns(changed.done, then, unchanged=graph.replay) if from_before else after_ns
+        before_ns.append(after_ns - sooner_ns)
+    before = replayed_steps(run)
+    table = _with_savings(before, pl.concat(without_ns), pl.concat(before_ns))
+    total_ns = _step_groups(run).total_ns
+    # One denominator for all causes, unless texts say how much of the step is before the first device work.
+    run_ns = _unchanged_steps(run).recorded_ns
+    if total_ns(table["duration_ns"]) - run_ns < MIN_BEFORE_RATIO * run_ns:
+        table = table.with_columns(before["duration_ns"])
+    for late in (removal for removal in removals if removal.cause.pricing is Pricing.LATE_RANKS):
+        for graph in graphs_of(run):
+            table = device_time.with_late_ranks(table, late.ranks or graph.late_ranks)
+    return _ReplayedSteps(table, *(total_ns(table[name]) for name in ("duration_ns", "replayed_ns", "without_ns")))
 
 
 def _with_savings(before: pl.DataFrame, without_ns: pl.Series, before_ns: pl.Series) -> pl.DataFrame:
@@ -370,6 +406,8 @@ def _without(graph: Graph, removals: tuple[Removal, ...]) -> tuple[Graph, Replay
         except InsufficientDataError as error:
             where = f"{removal.cause.name}: " if len(removals) > 1 else ""
             raise InsufficientDataError(f"{where}{error}") from error
+    if changed is graph:
+        return graph, graph.replay
     removed = {removal.cause.removed_contention for removal in removals}
     if None not in removed:  # the transforms set contention themselves
         return changed, changed.replay

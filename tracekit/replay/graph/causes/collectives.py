@@ -14,6 +14,7 @@ from tracekit.replay.graph.dependency_graph import (
     Graph,
     InsufficientDataError,
     edges,
+    replace_unequal,
     sort_topologically,
 )
 from tracekit.replay.graph.nodes import WAIT
@@ -167,12 +168,12 @@ def costs(calls: pl.DataFrame) -> pl.DataFrame:
 
 def independent_streams(graph: Graph) -> Graph:
     """Remove the start order between streams that share a launch queue."""
-    return replace(graph, edges=graph.edges.select(graph.edges.kind != START_ORDER))
+    return replace_unequal(graph, edges=graph.edges.select(graph.edges.kind != START_ORDER))
 
 
 def independent_collectives(graph: Graph) -> Graph:
     """Return the graph without the order between collectives of one group on different streams."""
-    return replace(graph, edges=graph.edges.select(graph.edges.kind != COMMUNICATOR))
+    return replace_unequal(graph, edges=graph.edges.select(graph.edges.kind != COMMUNICATOR))
 
 
 def prefetch_all_gathers(graph: Graph) -> Graph:

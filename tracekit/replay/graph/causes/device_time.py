@@ -12,7 +12,7 @@ from tracekit.analysis.time import host_state
 from tracekit.model.sweep_line import Flags
 from tracekit.replay.graph.causes.cause import Cause, Kind, Pricing
 from tracekit.replay.graph.causes.host import gap_ns, with_shorter_gaps, with_zero_time
-from tracekit.replay.graph.dependency_graph import RELEASE, Graph, InsufficientDataError
+from tracekit.replay.graph.dependency_graph import RELEASE, Graph, InsufficientDataError, replace_unequal
 from tracekit.replay.graph.nodes import HOST
 
 _REDUCES = ("reduce_scatter", "all_reduce")
@@ -351,11 +351,11 @@ def _without_device_stalls(graph: Graph, which: Flags) -> Graph:
     own_ns = graph.own_ns.copy()
     own_ns[: graph.count] -= np.where(which, graph.column("paused_ns"), 0)
     lag_ns = graph.edges.lag_ns
-    shorter = replace(graph.edges, lag_ns=lag_ns - np.clip(stall_ns[graph.edges.waiting], 0, np.maximum(lag_ns, 0)))
-    return replace(
+    lag_ns = lag_ns - np.clip(stall_ns[graph.edges.waiting], 0, np.maximum(lag_ns, 0))
+    return replace_unequal(
         graph,
         own_ns=np.maximum(own_ns, 0),
         chain_ns=np.maximum(graph.chain_ns - stall_ns, 0),
         launch_ns=np.maximum(graph.launch_ns - stall_ns, 0),
-        edges=shorter,
+        edges=replace_unequal(graph.edges, lag_ns=lag_ns),
     )

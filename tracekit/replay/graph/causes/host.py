@@ -1,7 +1,5 @@
 """Host time as a cause: late launches, data loading, allocator calls, saves, and FSDP1's rate limiter."""
 
-from dataclasses import replace
-
 import numpy as np
 import polars as pl
 
@@ -12,7 +10,7 @@ from tracekit.model.columns import rows_by_key
 from tracekit.model.memoize import memoize
 from tracekit.model.sweep_line import Flags, Ints
 from tracekit.replay.graph.causes.cause import Cause, Kind, Pricing
-from tracekit.replay.graph.dependency_graph import RELEASE, Graph, InsufficientDataError
+from tracekit.replay.graph.dependency_graph import RELEASE, Graph, InsufficientDataError, replace_unequal
 from tracekit.replay.graph.nodes import GAP_COLUMNS, HOST, WORK
 
 _SHORT_RATIO = 0.1
@@ -200,7 +198,8 @@ def with_shorter_gaps(graph: Graph, by_ns: Ints, *, before_window: bool = False)
     lag_ns = edges.lag_ns.copy()
     least_ns = np.where(before_window, lag_ns[released] - earlier_ns, np.minimum(lag_ns[released], 0))
     lag_ns[released] = np.maximum(lag_ns[released] - earlier_ns, least_ns)
-    return replace(graph, chain_ns=np.maximum(chain_ns, 0), edges=replace(edges, lag_ns=lag_ns))
+    chain_ns = np.maximum(chain_ns, 0)
+    return replace_unequal(graph, chain_ns=chain_ns, edges=replace_unequal(edges, lag_ns=lag_ns))
 
 
 def with_zero_time(graph: Graph, which: Flags) -> Graph:
@@ -213,7 +212,8 @@ def without_waits(graph: Graph, which: Flags) -> Graph:
     """Return the graph with zero time and no waits for some host calls."""
     blocked = np.concatenate((which, np.zeros(len(graph.own_ns) - graph.count, bool)))
     remaining = ~blocked[graph.edges.waiting] | (graph.edges.awaited < 0)
-    return with_zero_time(replace(graph, edges=graph.edges.select(remaining)), which & (graph.column("what") != WORK))
+    waiting_less = replace_unequal(graph, edges=graph.edges.select(remaining))
+    return with_zero_time(waiting_less, which & (graph.column("what") != WORK))
 
 
 def blocking_sync(graph: Graph) -> Graph:
