@@ -80,6 +80,7 @@ def subtitle(run: Run) -> str:
     parts += [f"model {escaping.inert(manifest.model.name, _MAX_WORD)}"] if manifest.model.name else []
     size_bytes = sum({source.path: source.size_bytes for source in run.sources}.values())  # of files, not of traces
     parts += [units.size(size_bytes) if size_bytes else "", "simulated" if manifest.simulated else ""]
+    parts += [f"window {window.window} {window.outlier.in_words}" for window in manifest.windows if window.outlier]
     return " · ".join(part for part in parts if part)
 
 
