@@ -80,7 +80,7 @@ class Recorder:
         manifest: Fields of ``run.json`` (strategy, mesh, model, arguments). Secrets are redacted.
 
     Raises:
-        ValueError: `steps` is invalid.
+        ValueError: `steps` is invalid, or `on_outlier` is negative.
     """
 
     def __init__(
@@ -133,6 +133,8 @@ class Recorder:
             self.folder, self.rank, self._windows, options, written=self._on_written, require_room=require_room
         )
         self._requests: WindowRequests | None = None
+        if on_outlier < 0:
+            raise ValueError(f"on_outlier is a number of windows a day, not {on_outlier}: use 0 for none")
         self._outlier_windows = on_outlier
         self._slow_steps = SlowSteps(self.rank) if on_outlier else None
         self._collective_waits: CollectiveWaits | None = None
@@ -315,6 +317,8 @@ class Recorder:
 
     def _row(self, tokens: int | None) -> dict[str, Number]:
         row: dict[str, Number] = {"step": self._step}
+        if self._world_size is None:
+            self._world_size = this_world_size()  # from the first step on it is final: to ask in each step takes longer
         took, ended_cpu_ns, _ = self._ended or (self._timer.end(), time.process_time_ns(), 0)
         ended_wait_ns = self._processor_wait.read() if self._ended is None else None
         self._ended, self.step_time = None, took
@@ -335,7 +339,7 @@ class Recorder:
     def _poll_requests(self, requests: WindowRequests) -> None:
         slow_steps = self._slow_steps
         # The last step may be a slow one, of which fewer would fit into the time until the window.
-        step_ns = self._timer.latest_ns if slow_steps is None else slow_steps.median_ns or self._timer.latest_ns
+        step_ns = self._timer.latest_ns if slow_steps is None else slow_steps.step_ns or self._timer.latest_ns
         window = requests.poll(self._step, step_ns)
         if window is not None and slow_steps is not None:
             slow_steps.rest(window.end + REST_STEPS)

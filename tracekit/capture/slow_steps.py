@@ -4,6 +4,7 @@ A window opens seconds after its reason, so a single slow step is gone by then: 
 Plain Python, and no clock but the steps' own times.
 """
 
+import heapq
 import math
 import statistics
 from collections import deque
@@ -37,6 +38,7 @@ _RECENT_NS = 4 * LASTING_NS
 _STALL_STEPS = 8  # of a longer stretch, each 8 slow steps count as a stall
 _MAX_STALLS = 4096
 _GAPS = 8
+_MAJOR_RATIO = 0.5  # of the third largest excess
 _BLOCK_STEPS = 32
 _BLOCKS = 2  # a single slow block of 3 s may be another program's
 _MEDIAN_ERROR = 1.2533  # of a median of n Gaussian values, over that of their mean: sqrt(pi / 2)
@@ -64,7 +66,9 @@ class Outlier(NamedTuple):
         kinds = {"step": int, "rank": int, "ratio": float, "median_ns": int, "gap_steps": int, "is_regular": bool}
         if not isinstance(value, dict) or any(type(value.get(name)) is not kind for name, kind in kinds.items()):
             return None
-        is_valid = value["step"] >= 0 and value["rank"] >= 0 and value["gap_steps"] > 0 and value["ratio"] > 0
+        is_valid = (
+            value["step"] >= 0 and value["rank"] >= 0 and value["gap_steps"] > 0 and 0 < value["ratio"] < math.inf
+        )
         return cls(**{name: value[name] for name in kinds}) if is_valid else None
 
 
@@ -72,6 +76,12 @@ class _Stall(NamedTuple):
     step: int
     end_ns: int
     """Time of all steps up to the end of its first slow step."""
+
+
+class _SlowStep(NamedTuple):
+    step: int
+    excess_ns: float
+    """Beyond the median, of the part of its time that is judged."""
 
 
 class SlowSteps:
@@ -90,9 +100,8 @@ class SlowSteps:
         self._elapsed_ns = 0
         self._rest_until = 0
         self._stalls: deque[_Stall] = deque(maxlen=_MAX_STALLS)
-        self._excesses: deque[tuple[int, float]] = deque(maxlen=_MAX_STALLS)  # end_ns and ns of each slow step
-        self._excess_ns = 0.0
-        self._slow_steps: deque[int] = deque(maxlen=_GAPS + 1)
+        self._slow_steps: deque[_SlowStep] = deque(maxlen=_MAX_STALLS)
+        self._last_times_ns: deque[float] = deque(maxlen=_BLOCK_STEPS)
         self._block: list[float] = []
         self._block_ns = 0
         self._slow_blocks = 0
@@ -100,10 +109,9 @@ class SlowSteps:
         self._block_limit = math.inf
 
     @property
-    def median_ns(self) -> int:
-        """Median time of the last steps; 0 before the first one."""
-        median = self._detector.median
-        return 0 if median is None else round(math.exp(median))
+    def step_ns(self) -> int:
+        """Median time of the last steps, that of waits included; 0 before the first one."""
+        return round(statistics.median(self._last_times_ns)) if self._last_times_ns else 0
 
     def rest(self, until_step: int) -> None:
         """Forget the slow steps so far, and request nothing before a step: a window has been requested."""
@@ -113,6 +121,7 @@ class SlowSteps:
     def add(self, step: int, step_ns: float, judged_ns: float | None = None) -> Outlier | None:
         """Add a step; `judged_ns` is the part of its time that is judged, None where its slowness is explained."""
         self._elapsed_ns += round(step_ns)
+        self._last_times_ns.append(step_ns)
         if self._warm_up or judged_ns is None:
             self._warm_up = max(0, self._warm_up - 1)
             return None
@@ -129,30 +138,35 @@ class SlowSteps:
         return outlier
 
     def _add_slow_step(self, step: int, judged_ns: float) -> Outlier | None:
-        median_ns = self.median_ns
-        if not self._stalls or step - self._stalls[-1].step >= _STALL_STEPS or self._slow_steps[-1] != step - 1:
+        median_ns = math.exp(self._detector.median or 0.0)
+        is_new = not self._stalls or self._slow_steps[-1].step != step - 1
+        if is_new or step - self._stalls[-1].step >= _STALL_STEPS:
             self._stalls.append(_Stall(step, self._elapsed_ns))
-        self._slow_steps.append(step)
-        self._excesses.append((self._elapsed_ns, judged_ns - median_ns))
-        self._excess_ns += judged_ns - median_ns
+        self._slow_steps.append(_SlowStep(step, judged_ns - median_ns))
         self._drop_old_stalls(step)
         duration_ns = self._elapsed_ns - self._stalls[0].end_ns
-        if len(self._stalls) < MIN_STALLS or duration_ns < LASTING_NS or self._excess_ns < MIN_COST_RATIO * duration_ns:
+        if len(self._stalls) < MIN_STALLS or duration_ns < LASTING_NS:
             return None
-        slow_steps = [slow_step for slow_step in self._slow_steps if slow_step >= self._stalls[0].step]
-        gaps = [later - earlier for earlier, later in pairwise(slow_steps)]
-        ratio, is_regular = judged_ns / max(1, median_ns), max(gaps) - min(gaps) <= 1
-        return Outlier(step, self._rank, ratio, median_ns, max(gaps), is_regular)
+        # What a single stall takes beyond the others does not recur.
+        recurring_ns = heapq.nlargest(MIN_STALLS, [slow_step.excess_ns for slow_step in self._slow_steps])[-1]
+        cost_ns = sum(min(slow_step.excess_ns, recurring_ns) for slow_step in self._slow_steps)
+        if cost_ns < MIN_COST_RATIO * duration_ns:
+            return None
+        return self._recurring(median_ns, recurring_ns)
+
+    def _recurring(self, median_ns: float, recurring_ns: float) -> Outlier:
+        """Reason: the last of the slow steps that cost most; noise adds smaller ones at no regular distance."""
+        major = [slow_step for slow_step in self._slow_steps if slow_step.excess_ns >= _MAJOR_RATIO * recurring_ns]
+        gaps = [later.step - earlier.step for earlier, later in pairwise(major)][-_GAPS:]
+        ratio, is_regular = 1 + major[-1].excess_ns / median_ns, max(gaps) - min(gaps) <= 1
+        return Outlier(major[-1].step, self._rank, ratio, round(median_ns), max(gaps), is_regular)
 
     def _drop_old_stalls(self, step: int) -> None:
-        """Drop stalls that are older than WINDOW steps and _RECENT_NS; what the first of the rest costs is not counted.
-
-        From the end of the first stall on, so many stalls follow in so long a time.
-        """
+        """Drop stalls that are older than WINDOW steps and _RECENT_NS: the rest recurs."""
         while step - self._stalls[0].step > WINDOW and self._elapsed_ns - self._stalls[0].end_ns > _RECENT_NS:
             self._stalls.popleft()
-        while self._excesses and self._excesses[0][0] <= self._stalls[0].end_ns:
-            self._excess_ns -= self._excesses.popleft()[1]
+        while self._slow_steps[0].step < self._stalls[0].step:
+            self._slow_steps.popleft()
 
     def _add_to_block(self, step: int, value: float, step_ns: float) -> Outlier | None:
         if not self._block and not self._slow_blocks:
@@ -184,7 +198,5 @@ class SlowSteps:
 
     def _forget(self) -> None:
         self._stalls.clear()
-        self._excesses.clear()
-        self._excess_ns = 0.0
         self._slow_steps.clear()
         self._block, self._block_ns, self._slow_blocks = [], 0, 0

@@ -7,7 +7,8 @@ import pytest
 
 from tests.support.wording import Wording
 from tracekit import conventions
-from tracekit.capture import window_schedule
+from tracekit.capture import Recorder, window_schedule
+from tracekit.capture.launcher import command
 from tracekit.capture.slow_steps import REST_STEPS, Outlier
 from tracekit.capture.window_schedule import Window, WindowRequests, WindowSchedule, peers
 
@@ -150,6 +151,19 @@ def test_windows_because_of_slow_steps_are_apart(tmp_path: Path) -> None:
         firsts += [window.first] if window is not None else []
     assert len(firsts) > 5
     assert all(later - earlier >= REST_STEPS for earlier, later in itertools.pairwise(firsts))
+
+
+def test_the_option_of_the_command_reaches_the_recorder(tmp_path: Path) -> None:
+    parser = command._parser("tracekit record")
+    for words, budget in ((["--on-outlier", "4"], 4), ([], 0)):
+        options = parser.parse_args([*words, "--out", str(tmp_path / "run"), "--", "python", "train.py"])
+        settings = command._settings(parser, options)
+        assert settings.recorder_options()["on_outlier"] == budget
+        assert Recorder(tmp_path, **{**settings.recorder_options(), "scratch": None})._outlier_windows == budget
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--on-outlier", "0", "--", "python"])
+    with pytest.raises(ValueError, match="windows a day"):
+        Recorder(tmp_path, on_outlier=-1)
 
 
 @pytest.mark.parametrize("ranks", [None, "0", [], ["0"], [True]])
