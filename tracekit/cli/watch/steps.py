@@ -220,7 +220,9 @@ class StepMonitor:
         last = self.outliers[-1]
         worst = max(last.step_time_ns or 0, time_ns)
         ranks = tuple(sorted({*last.ranks, *stragglers}))
-        new = tuple(event for event in events if event not in last.events)
+        # A wait has another length in each step.
+        places = {(event.kind, event.rank, event.count, event.name) for event in last.events}
+        new = tuple(event for event in events if (event.kind, event.rank, event.count, event.name) not in places)
         events = (last.events + new)[:8]
         self.outliers[-1] = replace(last, last_step=step, step_time_ns=worst, ranks=ranks, events=events)
 
