@@ -2,9 +2,9 @@
 
     python -m benchmarks.always_on --out always_on.md
 
-One process on one thread trains the small model of `benchmarks.recording_training`. Steps with and without the recorder
-alternate in pairs, the first of each drawn, so that load of the machine falls on both alike; the interval of the ratio
-of their CPU times is by bootstrap over pairs. The CPU time of the calls themselves is measured too, in the same steps.
+One process on one thread trains the small model of `benchmarks.recording_training`. Stretches of steps with and without
+the recorder alternate, the first of each pair drawn, so that load of the machine falls on both alike; the interval of
+the ratio of their CPU times is by bootstrap over pairs. The CPU time of the recorder's calls themselves is measured too.
 Instructions are the difference of two processes with different numbers of calls under valgrind.
 """
 
@@ -26,6 +26,7 @@ from tracekit import conventions
 from tracekit.capture import Recorder
 
 _RESAMPLES = 2000
+_STRETCH_STEPS = 10
 _CALLS = (200, 1200)
 _ROOT = Path(__file__).parents[1]
 _CALLING = """
@@ -40,7 +41,7 @@ with Recorder(sys.argv[1], steps=None, on_outlier=4, device="cpu") as recorder:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the table as Markdown and write it; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.always_on", description=__doc__.splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=1000, help="pairs of steps (default: 1000)")
+    parser.add_argument("--pairs", type=int, default=100, help="pairs of stretches (default: 100)")
     parser.add_argument("--instructions", action="store_true", help="count instructions too: some minutes")
     parser.add_argument("--out", type=Path, help="write the table to this file too")
     options = parser.parse_args(arguments)
@@ -57,36 +58,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measure(folder: Path, pairs: int) -> tuple[list[int], list[int], list[int]]:
-    """CPU times in ns of steps without and with the recorder, pair by pair, and of the recorder's calls."""
+def measure(folder: Path, pairs: int, *, steps: int = _STRETCH_STEPS) -> tuple[list[int], list[int], list[int]]:
+    """CPU times in ns of stretches of steps without and with the recorder, pair by pair, and of each of its calls."""
     step = recording_training.model_step()
     draw = random.Random(0)
     plain_ns, recorded_ns, calls_ns = [], [], []
     with Recorder(folder, steps=None, on_outlier=4, device="cpu") as recorder:
 
         def recorded_step() -> None:
-            recorder._begin_step()  # the step before was not the recorder's; its time would be that of two
             loss = step()
             began_ns = time.thread_time_ns()
             recorder.step({"loss": lambda: loss.item()}, tokens=128)
             calls_ns.append(time.thread_time_ns() - began_ns)
 
-        for _ in range(10):
-            recorded_step()
+        def stretch_with_recorder() -> int:
+            recorder._begin_step()  # the steps before were not the recorder's
+            return _cpu_time_ns(recorded_step, steps)
+
+        stretch_with_recorder()
         calls_ns.clear()
         for _ in range(pairs):
-            if draw.random() < 0.5:
-                plain_ns.append(_cpu_time_ns(step))
-                recorded_ns.append(_cpu_time_ns(recorded_step))
+            if draw.random() < 0.5:  # half of the pairs begin without the recorder
+                plain_ns.append(_cpu_time_ns(step, steps))
+                recorded_ns.append(stretch_with_recorder())
             else:
-                recorded_ns.append(_cpu_time_ns(recorded_step))
-                plain_ns.append(_cpu_time_ns(step))
+                recorded_ns.append(stretch_with_recorder())
+                plain_ns.append(_cpu_time_ns(step, steps))
     return plain_ns, recorded_ns, calls_ns
 
 
-def _cpu_time_ns(step: Callable[[], object]) -> int:
+def _cpu_time_ns(step: Callable[[], object], count: int) -> int:
     began_ns = time.process_time_ns()
-    step()
+    for _ in range(count):
+        step()
     return time.process_time_ns() - began_ns
 
 
@@ -100,17 +104,17 @@ def bytes_per_step(run: Path) -> float:
 def table(plain_ns: Sequence[int], recorded_ns: Sequence[int], calls_ns: Sequence[int], step_bytes: float) -> list[str]:
     """Rows of the Markdown table: step, ratio with its interval, CPU time of the calls, bytes."""
     low, high = bootstrap_interval(plain_ns, recorded_ns)
-    median_ns, call_ns = statistics.median(plain_ns), statistics.median(calls_ns)
+    step_ns, call_ns = statistics.median(plain_ns) / _STRETCH_STEPS, statistics.median(calls_ns)
     return [
         "| | |",
         "|---|---|",
-        f"| steps | {len(plain_ns):,} pairs |",
-        f"| CPU time of a step without the recorder, median | {median_ns / 1e6:.1f} ms |",
+        f"| stretches of {_STRETCH_STEPS} steps | {len(plain_ns):,} pairs |",
+        f"| CPU time of a step without the recorder, median | {step_ns / 1e6:.1f} ms |",
         f"| with the recorder, ratio of sums | {_percent(_ratio(plain_ns, recorded_ns))} "
         f"({_percent(low)} to {_percent(high)}) |",
-        f"| CPU time of the recorder's calls, median | {call_ns / 1e3:.0f} µs ({call_ns / median_ns:.2%} of a step) |",
+        f"| CPU time of the recorder's calls, median | {call_ns / 1e3:.0f} µs ({call_ns / step_ns:.2%} of a step) |",
         f"| the same, mean | {statistics.fmean(calls_ns) / 1e3:.0f} µs "
-        f"({sum(calls_ns) / sum(plain_ns):.2%} of a step) |",
+        f"({sum(calls_ns) / sum(plain_ns):.2%} of the steps) |",
         f"| bytes on disk, metrics and attempts | {step_bytes:.0f} a step |",
     ]
 

@@ -233,8 +233,10 @@ def test_no_window_opens_in_twenty_healthy_trainings_of_more_than_a_thousand_ste
         )
         for seed in range(20)
     }  # fmt: skip
-    for outcome in process_group.run_cases(4, cases, timeout_s=1700).values():
-        outcome.results()
+    for world_size, seeds in ((4, list(cases)[:5]), (2, list(cases)[5:])):
+        some = {seed: cases[seed] for seed in seeds}
+        for outcome in process_group.run_cases(world_size, some, timeout_s=1700).values():
+            outcome.results()
     opened = {seed: windows(tmp_path / seed) for seed in cases}
     print({seed: found for seed, found in opened.items() if found})
     assert not any(opened.values())

@@ -60,7 +60,7 @@ class MetricsLog:
 
     Lines reach the file about once a second. A file of `part_bytes` becomes a closed part of the log, with a number.
 
-    `on_row` is called with each row, in order, once its numbers are available.
+    `on_row` is called with each row, in order, after it was written.
 
     Lines of steps before `first_step` in existing files stay: the training was resumed.
     """
@@ -117,16 +117,16 @@ class MetricsLog:
         os.close(null)
 
     def _collect_oldest(self) -> None:
-        row = {name: _number(value) for name, value in self._pending.popleft().items()}
-        self._collected.append(row)
-        if self._on_row is not None:
-            self._on_row(row)
+        self._collected.append({name: _number(value) for name, value in self._pending.popleft().items()})
 
     def _write(self) -> None:
         rows, self._collected = self._collected, []
         self._file.write("".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows))
         self._file.flush()
         self._written_s = time.monotonic()
+        if self._on_row is not None:
+            for row in rows:  # together: in each step this code would have left the processor's caches
+                self._on_row(row)
         if self._file.tell() >= self._part_bytes:
             self._close_part()
 

@@ -150,6 +150,7 @@ class Recorder:
         self._began_ns = self._began_cpu_ns = 0
         self._processor_wait = ProcessorWait()
         self._began_wait_ns: int | None = None
+        self._ended_wait_ns: int | None = None
         # The step's time, CPU time and end, if evaluation followed.
         self._ended: tuple[Pending | None, int, int] | None = None
 
@@ -293,34 +294,37 @@ class Recorder:
             with self._guard("metrics are no longer recorded", self._drop_metrics):
                 counters = self._device_metrics.take() if self._device_metrics is not None else {}
                 self._metrics.add({**row, **(metrics or {}), **allocator_counters(), **counters})
+        is_disturbed = self._profiler.disturbs_steps
         if self._slow_steps is not None:
-            self._note_explained_step()
+            self._note_explained_step(is_disturbed=is_disturbed)
         self._profiler.end(self._step)
         self._step += 1
         if not last:
-            if self._requests is not None and self._profiler.idle:
+            if self._requests is not None and self._requests.is_due and self._profiler.idle:
                 with self._guard("a requested window is not recorded"):
                     self._poll_requests(self._requests)
             self._profiler.begin(self._step)
-        self._begin_step()
+        is_disturbed |= self._profiler.disturbs_steps
+        self._begin_step(wait_ns=None if is_disturbed else self._ended_wait_ns)
 
     def end_window(self, why: str) -> None:
         """End the window that is being recorded early, if there is one, and report why."""
         self._profiler.stop(self._step, why)
 
-    def _begin_step(self) -> None:
+    def _begin_step(self, *, wait_ns: int | None = None) -> None:
+        """Begin a step; `wait_ns` is what its thread has waited for a processor, None if that is to be read."""
         with self._guard("the step's time is not recorded", self._timer.skip):
             self._timer.begin()
         self._began_ns = time.perf_counter_ns()
         self._began_cpu_ns = time.process_time_ns()
-        self._began_wait_ns = self._processor_wait.read()
+        self._began_wait_ns = self._processor_wait.read() if wait_ns is None else wait_ns
 
     def _row(self, tokens: int | None) -> dict[str, Number]:
         row: dict[str, Number] = {"step": self._step}
         if self._world_size is None:
             self._world_size = this_world_size()  # from the first step on it is final: to ask in each step takes longer
         took, ended_cpu_ns, _ = self._ended or (self._timer.end(), time.process_time_ns(), 0)
-        ended_wait_ns = self._processor_wait.read() if self._ended is None else None
+        self._ended_wait_ns = ended_wait_ns = self._processor_wait.read() if self._ended is None else None
         self._ended, self.step_time = None, took
         if took is not None:
             row[conventions.STEP_TIME_METRIC] = took
@@ -344,9 +348,9 @@ class Recorder:
         if window is not None and slow_steps is not None:
             slow_steps.rest(window.end + REST_STEPS)
 
-    def _note_explained_step(self) -> None:
+    def _note_explained_step(self, *, is_disturbed: bool) -> None:
         operations = Recording.begun_count
-        if self._profiler.disturbs_steps or operations != self._operation_count:
+        if is_disturbed or operations != self._operation_count:
             self._explained_steps.append(self._step)
         self._operation_count = operations
 

@@ -172,12 +172,17 @@ class WindowRequests:
         if not touched.exists():
             atomic_files.write_json(touched, {"outlier": outlier._asdict(), "ranks": list(ranks)})
 
+    @property
+    def is_due(self) -> bool:
+        """Whether the poll interval has passed."""
+        return time.monotonic() - self._polled_s >= _POLL_EVERY_S
+
     def poll(self, step: int, step_time_ns: int) -> Window | None:
         """Read a new request, if the poll interval has passed; return its window. `step` is about to begin.
 
         Raises OSError where the folder cannot be read or written, ValueError for an invalid request.
         """
-        if time.monotonic() - self._polled_s < _POLL_EVERY_S:
+        if not self.is_due:
             return None
         self._polled_s = time.monotonic()
         if self._leads:
