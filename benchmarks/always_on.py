@@ -4,7 +4,7 @@
 
 One process on one thread trains the small model of `benchmarks.recording_training`. Stretches of steps with and without
 the recorder alternate, the first of each pair drawn, so that load of the machine falls on both alike; the interval of
-the ratio of their CPU times is by bootstrap over pairs. The CPU time of the recorder's calls themselves is measured too.
+the ratio of their CPU times is by bootstrap over pairs. So is the CPU time of its calls.
 Instructions are the difference of two processes with different numbers of calls under valgrind.
 """
 

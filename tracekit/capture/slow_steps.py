@@ -24,21 +24,21 @@ NS_PER_S = 10**9
 LASTING_NS = 3 * NS_PER_S
 """What is over sooner cannot be recorded: so long takes a window from its request to its first step."""
 
-MIN_STALLS = 3
-"""Two stalls have one distance, which may be chance."""
+MIN_STALLS = 5
+"""With 3, and 2% of the time, a tenth of trainings of 1,500 steps whose noise has a heavy tail opened a window."""
 
-MIN_COST_RATIO = 0.02
-"""Share of the training's time: a window costs about as much as 20 steps, and a cheaper stall is not worth it."""
+MIN_COST_RATIO = 0.03
+"""Share of the training's time that stalls take, or a lasting rise."""
 
 REST_STEPS = 256
 """Steps after a window, or a request for one, until the next request."""
 
 _MIN_VALUES = 64  # with 16, as in `watch`, the spread is 20% off: 1 of 1,000 steps of lognormal noise is slow
-_RECENT_NS = 4 * LASTING_NS
+_RECENT_STEPS, _RECENT_NS = 2 * WINDOW, 8 * LASTING_NS
 _STALL_STEPS = 8  # of a longer stretch, each 8 slow steps count as a stall
 _MAX_STALLS = 4096
 _GAPS = 8
-_MAJOR_RATIO = 0.5  # of the third largest excess
+_MAJOR_RATIO = 0.5  # of the MIN_STALLS-th largest excess
 _BLOCK_STEPS = 32
 _BLOCKS = 2  # a single slow block of 3 s may be another program's
 _MEDIAN_ERROR = 1.2533  # of a median of n Gaussian values, over that of their mean: sqrt(pi / 2)
@@ -162,8 +162,8 @@ class SlowSteps:
         return Outlier(major[-1].step, self._rank, ratio, round(median_ns), max(gaps), is_regular)
 
     def _drop_old_stalls(self, step: int) -> None:
-        """Drop stalls that are older than WINDOW steps and _RECENT_NS: the rest recurs."""
-        while step - self._stalls[0].step > WINDOW and self._elapsed_ns - self._stalls[0].end_ns > _RECENT_NS:
+        """Drop stalls that are older than _RECENT_STEPS and _RECENT_NS: the rest recurs."""
+        while step - self._stalls[0].step > _RECENT_STEPS and self._elapsed_ns - self._stalls[0].end_ns > _RECENT_NS:
             self._stalls.popleft()
         while self._slow_steps[0].step < self._stalls[0].step:
             self._slow_steps.popleft()
