@@ -188,7 +188,7 @@ class Recorder:
         with self._guard("metrics are not recorded"):
             path = self.folder / conventions.rank_file(self.rank, conventions.METRICS_SUFFIX)
             self._metrics = MetricsLog(
-                path, first_step=self._first_step, on_row=self._judge_step if self._slow_steps is not None else None
+                path, first_step=self._first_step, on_row=self._judge if self._slow_steps is not None else None
             )
         with self._guard("windows cannot be requested"):
             self._requests = WindowRequests(
@@ -213,6 +213,7 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._slow_steps = None  # a window that is requested now would be the next training's
         self._profiler.stop(self._step)
         self._profiler.finish()
         if self._metrics is not None:
@@ -354,18 +355,22 @@ class Recorder:
             self._explained_steps.append(self._step)
         self._operation_count = operations
 
-    def _judge_step(self, row: Mapping[str, float | None]) -> None:
+    def _judge(self, row: Mapping[str, float | None]) -> None:
+        if self._slow_steps is not None and self._requests is not None:
+            with self._guard("windows no longer open by themselves", self._drop_slow_steps):
+                self._judge_step(row, self._slow_steps, self._requests)
+
+    def _judge_step(self, row: Mapping[str, float | None], slow_steps: SlowSteps, requests: WindowRequests) -> None:
         """Request a window if this rank's steps are slow again and again, or for long."""
         step, step_ns = int(row["step"] or 0), row.get(conventions.STEP_TIME_METRIC)
-        if self._slow_steps is None or self._requests is None or not step_ns:
+        if not step_ns:
             return
         while self._explained_steps and self._explained_steps[0] < step:
             self._explained_steps.popleft()
         is_explained = bool(self._explained_steps) and self._explained_steps[0] == step
-        with self._guard("windows are no longer opened by themselves", self._drop_slow_steps):
-            outlier = self._slow_steps.add(step, step_ns, None if is_explained else self._judged_ns(row, step_ns))
-            if outlier is not None:
-                self._requests.ask(outlier, peers(self.rank, self.world_size))
+        outlier = slow_steps.add(step, step_ns, None if is_explained else self._judged_ns(row, step_ns))
+        if outlier is not None:
+            requests.ask(outlier, peers(self.rank, self.world_size))
 
     def _judged_ns(self, row: Mapping[str, float | None], step_ns: float) -> float:
         """Time of a step without its waits for other ranks, which are judged there, and for a processor.

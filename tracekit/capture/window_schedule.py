@@ -164,6 +164,9 @@ class WindowRequests:
         self._warmup = warmup
         self._leads = leads
         self._known: Any = self._read()  # of an earlier training
+        touched = run / conventions.NOW_FILE
+        if leads and "outlier" in _read_object(touched):  # so is this: its ranks have ended before it was answered
+            touched.unlink(missing_ok=True)
         self._polled_s = time.monotonic()
 
     def ask(self, outlier: Outlier, ranks: Sequence[int]) -> None:

@@ -142,6 +142,15 @@ def test_no_more_windows_open_than_the_budget_of_a_day_allows(tmp_path: Path, bu
     assert leading.poll(20_000, STEP_NS) is not None
 
 
+def test_a_request_that_an_earlier_training_left_opens_no_window(tmp_path: Path) -> None:
+    outlier_requests(tmp_path, WindowSchedule(None), 5).ask(OUTLIER, [5])
+    leading = outlier_requests(tmp_path, WindowSchedule(None), 0)
+    assert leading.poll(22, STEP_NS) is None
+    assert not (tmp_path / conventions.NOW_FILE).exists()
+    (tmp_path / conventions.NOW_FILE).touch()  # a person's waits for the training to start
+    assert outlier_requests(tmp_path, WindowSchedule(None), 0).poll(22, STEP_NS) is not None
+
+
 def test_windows_because_of_slow_steps_are_apart(tmp_path: Path) -> None:
     leading = outlier_requests(tmp_path, WindowSchedule(None), 0, budget=100)
     firsts = []
