@@ -278,6 +278,20 @@ def test_a_running_training_says_which_ranks_and_windows_are_not_written_yet(tmp
     assert f"{partial}: the trace of rank 1 is not complete and was not read" in row["message"]
 
 
+def test_a_window_that_opened_by_itself_is_of_some_ranks(tmp_path):
+    reason = {"step": 12, "rank": 0, "ratio": 3.1}
+    windows = [{"window": n, "first_step": 10 * n, "steps": 2} for n in range(2)]
+    for rank in range(4):
+        write(tmp_path / f"rank0000{rank}.pt.trace.json.gz", trace(rank, 4))
+    write(tmp_path / "window001" / "rank00000.pt.trace.json.gz", trace(0, 4, start_us=9e6))
+    (tmp_path / "run.json").write_text(json.dumps({"world_size": 4, "windows": windows}))
+    assert "missing_ranks" in kinds(load(tmp_path))
+    windows[1]["outlier"] = reason
+    (tmp_path / "run.json").write_text(json.dumps({"world_size": 4, "windows": windows}))
+    assert "missing_ranks" not in kinds(load(tmp_path))
+    assert "window 1 opened by itself: step 12 took 3.1x the median on rank 0" in phrases.subtitle(load(tmp_path))
+
+
 def test_only_the_manifest_of_the_whole_run_says_which_windows_there_are(tmp_path):
     (tmp_path / "run.json").write_text(json.dumps({"windows": [{"window": 1, "first_step": 0, "steps": 2}]}))
     file = write(tmp_path / "rank00000.pt.trace.json.gz", trace(0, 1))

@@ -50,13 +50,14 @@ class AttemptsLog:
         if not steps:
             return
         first_begin_ns = steps[0][0]
-        self._write(
-            conventions.ATTEMPT_STEPS,
-            time_ns=self._clock_ns + first_begin_ns,
-            first_step=self._next_step,
-            begin_ns=[begin_ns - first_begin_ns for begin_ns, _ in steps],
-            step_ns=[end_ns - begin_ns for begin_ns, end_ns in steps],
-        )
+        line = {
+            "event": conventions.ATTEMPT_STEPS,
+            "time_ns": self._clock_ns + first_begin_ns,
+            "first_step": self._next_step,
+            "begin_ns": [begin_ns - first_begin_ns for begin_ns, _ in steps],
+            "step_ns": [end_ns - begin_ns for begin_ns, end_ns in steps],
+        }
+        atomic_files.append_numbers(self._path, [line])
         self._next_step += len(steps)
 
     def end(self, error: "str | None") -> None:

@@ -34,6 +34,8 @@ class Settings:
     snapshot: bool = False
     device_metrics: bool = False
     disk_budget_bytes: int = 10 * GIBIBYTE
+    on_outlier: int = 0
+    """Windows a day that may be opened because of slow steps."""
     tokens_per_step: int | None = None
     """Tokens of all ranks in one optimizer step; only the training knows them."""
 

@@ -32,7 +32,7 @@ class ManifestFile:
         self._path = folder / conventions.MANIFEST_FILE
         self._fields = manifest(provided, device=device, world_size=world_size)
         self._has_own_determinism = "determinism" in provided
-        self._windows: dict[int, dict[str, int]] = {}
+        self._windows: dict[int, dict[str, Any]] = {}
         self._lock = threading.Lock()  # windows are added by the thread that writes them
 
     def describe(self, more: Mapping[str, Any]) -> None:
@@ -40,11 +40,21 @@ class ManifestFile:
         self._fields = {**self._fields, **redact(dict(more))}
         self.write()
 
-    def add_window(self, window: int, *, first_step: int, steps: int, removed: Iterable[int] = ()) -> None:
-        """Add a window that is written, and drop the `removed` ones."""
+    def add_window(
+        self,
+        window: int,
+        *,
+        first_step: int,
+        steps: int,
+        removed: Iterable[int] = (),
+        reason: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Add a window that is written, with the outlier that is its `reason`, and drop the `removed` ones."""
         if not self._has_own_determinism:  # a program may choose it after it has made its recorder
             self._fields = {**self._fields, "determinism": determinism()}
         self._windows[window] = {"window": window, "first_step": first_step, "steps": steps}
+        if reason is not None:
+            self._windows[window]["outlier"] = dict(reason)
         for number in removed:
             self._windows.pop(number, None)
         self.write()

@@ -2,11 +2,12 @@
 
 import json
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO, TextIO
 
 import torch
 
@@ -14,6 +15,7 @@ from tracekit import conventions
 from tracekit.conventions import log_parts, regular_files
 
 _MOST_PENDING = 64
+_SCHEDSTAT_BYTES = 128  # three numbers
 
 
 class Pending:
@@ -49,7 +51,7 @@ class PendingScalar(Pending):
         super().__init__(copied, lambda: float(host))
 
 
-Number = float | int | None | Callable[[], float] | Pending
+Number = float | int | None | Callable[[], float | None] | Pending
 """A number; None, which becomes null; a function that returns one, called a step later; one that is known later."""
 
 
@@ -58,11 +60,21 @@ class MetricsLog:
 
     Lines reach the file about once a second. A file of `part_bytes` becomes a closed part of the log, with a number.
 
+    `on_row` is called with each row, in order, after it was written.
+
     Lines of steps before `first_step` in existing files stay: the training was resumed.
     """
 
-    def __init__(self, path: Path, *, first_step: int = 0, part_bytes: int = log_parts.PART_BYTES) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        first_step: int = 0,
+        part_bytes: int = log_parts.PART_BYTES,
+        on_row: Callable[[Mapping[str, float | None]], None] | None = None,
+    ) -> None:
         self._path = path
+        self._on_row = on_row
         self._partial = path.with_name(path.name + conventions.PARTIAL_SUFFIX)
         self._part_bytes = part_bytes
         earlier, replaced = _earlier_lines(path, first_step)
@@ -112,6 +124,9 @@ class MetricsLog:
         self._file.write("".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows))
         self._file.flush()
         self._written_s = time.monotonic()
+        if self._on_row is not None:
+            for row in rows:  # together: in each step this code would have left the processor's caches
+                self._on_row(row)
         if self._file.tell() >= self._part_bytes:
             self._close_part()
 
@@ -150,7 +165,7 @@ def _step(line: str) -> int:
 
 def allocator_counters() -> dict[str, int]:
     """Counters of the CUDA caching allocator of this process's device; none without CUDA."""
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+    if not torch.cuda.is_initialized():
         return {}
     counters = torch.cuda.memory_stats_as_nested_dict()
     totals = {name: counters.get(f"{kind}_bytes", {}).get("all", {}) for name, kind in _PEAKS.items()}
@@ -167,12 +182,32 @@ _COUNTERS = {
 }
 
 
-def processor_wait_ns() -> int | None:
-    """Time since its start for which the calling thread was ready to run and had no processor; None outside Linux."""
-    try:
-        return int(Path("/proc/thread-self/schedstat").read_bytes().split()[1])
-    except (OSError, ValueError, IndexError):
-        return None
+class ProcessorWait:
+    """Time for which the thread that reads it was ready to run and had no processor.
+
+    The file stays open: to open it in each step takes ten times as long as to read it.
+    """
+
+    def __init__(self) -> None:
+        self._thread = 0
+        self._file: BinaryIO | None = None
+
+    def read(self) -> int | None:
+        """Time since the start of the calling thread, in ns; None outside Linux."""
+        try:
+            if self._file is None or self._thread != threading.get_native_id():
+                self.close()
+                self._file = open("/proc/thread-self/schedstat", "rb", buffering=0)  # noqa: PTH123, SIM115 no path to compose
+                self._thread = threading.get_native_id()
+            return int(os.pread(self._file.fileno(), _SCHEDSTAT_BYTES, 0).split()[1])
+        except (OSError, ValueError, IndexError):
+            return None
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+        self._file = None
 
 
 class StepTimer:

@@ -5,26 +5,31 @@ import functools
 import os
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
+from torch import distributed
 from torch.profiler import record_function
 
 from tracekit import conventions
 from tracekit.capture import notices, window_profiler
 from tracekit.capture.attempts import AttemptsLog
 from tracekit.capture.checkpoints.dcp import record_save
+from tracekit.capture.checkpoints.recording import Recording
+from tracekit.capture.collective_waits import CollectiveWaits
 from tracekit.capture.device_metrics import DeviceMetrics
 from tracekit.capture.manifest import ManifestFile
-from tracekit.capture.metrics import MetricsLog, Number, Pending, StepTimer, allocator_counters, processor_wait_ns
+from tracekit.capture.metrics import MetricsLog, Number, Pending, ProcessorWait, StepTimer, allocator_counters
 from tracekit.capture.profiler_session import ProfilingOptions
 from tracekit.capture.rank_info import this_rank, this_world_size
+from tracekit.capture.slow_steps import REST_STEPS, SlowSteps
 from tracekit.capture.uploader import RunUpload
 from tracekit.capture.window_profiler import WindowProfiler
-from tracekit.capture.window_schedule import Window, WindowRequests, WindowSchedule, parse_steps
+from tracekit.capture.window_schedule import Window, WindowRequests, WindowSchedule, parse_steps, peers
 from tracekit.conventions import object_storage
 
 DEFAULT_STEPS = "10:15"
@@ -70,12 +75,14 @@ class Recorder:
         device_metrics: Whether the metrics contain the GPU's clocks (MHz), power (W), temperature (°C), throttle
             reasons and memory errors.
         scratch: A folder, such as one on a local disk, to which traces are written first.
+        on_outlier: How many windows a day may be opened because steps of a rank are slow again and again, or for long;
+            they are on that rank and its neighbours. 0: none.
         disk_budget_bytes: The most that the traces of the run take: the oldest windows except the first are removed.
             With a URL, the most that waits to be uploaded.
         manifest: Fields of ``run.json`` (strategy, mesh, model, arguments). Secrets are redacted.
 
     Raises:
-        ValueError: `steps` is invalid.
+        ValueError: `steps` is invalid, or `on_outlier` is negative.
     """
 
     def __init__(
@@ -100,6 +107,7 @@ class Recorder:
         device_metrics: bool = False,
         scratch: str | os.PathLike[str] | None = None,
         disk_budget_bytes: int | None = None,
+        on_outlier: int = 0,
         manifest: Mapping[str, Any] | None = None,
     ) -> None:
         out = object_storage.without_file_scheme(out) if isinstance(out, str) else out
@@ -128,6 +136,13 @@ class Recorder:
             self.folder, self.rank, self._windows, options, written=self._on_written, require_room=require_room
         )
         self._requests: WindowRequests | None = None
+        if on_outlier < 0:
+            raise ValueError(f"on_outlier is a number of windows a day, not {on_outlier}: use 0 for none")
+        self._outlier_windows = on_outlier
+        self._slow_steps = SlowSteps(self.rank) if on_outlier else None
+        self._collective_waits: CollectiveWaits | None = None
+        self._explained_steps: deque[int] = deque()  # whose time says nothing: they save or are profiled
+        self._operation_count = 0
         self._manifest: ManifestFile | None = None
         self._metrics: MetricsLog | None = None
         self._attempts: AttemptsLog | None = None
@@ -136,7 +151,9 @@ class Recorder:
         self._mid_step = mid_step
         self._timer = StepTimer(self._device)
         self._began_ns = self._began_cpu_ns = 0
+        self._processor_wait = ProcessorWait()
         self._began_wait_ns: int | None = None
+        self._ended_wait_ns: int | None = None
         # The step's time, CPU time and end, if evaluation followed.
         self._ended: tuple[Pending | None, int, int] | None = None
 
@@ -173,11 +190,23 @@ class Recorder:
                 self._upload.begin(self.rank, leads=self._leads)
         with self._guard("metrics are not recorded"):
             path = self.folder / conventions.rank_file(self.rank, conventions.METRICS_SUFFIX)
-            self._metrics = MetricsLog(path, first_step=self._first_step)
+            self._metrics = MetricsLog(
+                path, first_step=self._first_step, on_row=self._judge if self._slow_steps is not None else None
+            )
         with self._guard("windows cannot be requested"):
             self._requests = WindowRequests(
-                self.folder, self._windows, length=self._length, warmup=self._warmup, leads=self._leads
+                self.folder,
+                self._windows,
+                length=self._length,
+                warmup=self._warmup,
+                leads=self._leads,
+                rank=self.rank,
+                outlier_windows=self._outlier_windows,
             )
+        with self._guard("waits for collectives are not recorded"):
+            # On a GPU the host waits for no collective.
+            if self._device == "cpu" and distributed.is_available() and distributed.is_initialized():
+                self._collective_waits = CollectiveWaits()
         self._profiler.begin(self._step)
         self._begin_step()
         if self._mid_step:
@@ -187,6 +216,7 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._slow_steps = None  # a window that is requested now would be the next training's
         self._profiler.stop(self._step)
         self._profiler.finish()
         if self._metrics is not None:
@@ -197,6 +227,7 @@ class Recorder:
             with self._guard("the attempts log is incomplete"):
                 self._attempts.end(None if kind is None else kind.__name__)
             self._attempts = None
+        self._processor_wait.close()
         if self._device_metrics is not None:
             self._device_metrics.close()
         if self._upload is not None:
@@ -267,30 +298,37 @@ class Recorder:
             with self._guard("metrics are no longer recorded", self._drop_metrics):
                 counters = self._device_metrics.take() if self._device_metrics is not None else {}
                 self._metrics.add({**row, **(metrics or {}), **allocator_counters(), **counters})
+        is_disturbed = self._profiler.disturbs_steps
+        if self._slow_steps is not None:
+            self._note_explained_step(is_disturbed=is_disturbed)
         self._profiler.end(self._step)
         self._step += 1
         if not last:
-            if self._requests is not None and self._profiler.idle:
+            if self._requests is not None and self._requests.is_due and self._profiler.idle:
                 with self._guard("a requested window is not recorded"):
-                    self._requests.poll(self._step, self._timer.latest_ns)
+                    self._poll_requests(self._requests)
             self._profiler.begin(self._step)
-        self._begin_step()
+        is_disturbed |= self._profiler.disturbs_steps
+        self._begin_step(wait_ns=None if is_disturbed else self._ended_wait_ns)
 
     def end_window(self, why: str) -> None:
         """End the window that is being recorded early, if there is one, and report why."""
         self._profiler.stop(self._step, why)
 
-    def _begin_step(self) -> None:
+    def _begin_step(self, *, wait_ns: int | None = None) -> None:
+        """Begin a step; `wait_ns` is what its thread has waited for a processor, None if that is to be read."""
         with self._guard("the step's time is not recorded", self._timer.skip):
             self._timer.begin()
         self._began_ns = time.perf_counter_ns()
         self._began_cpu_ns = time.process_time_ns()
-        self._began_wait_ns = processor_wait_ns()
+        self._began_wait_ns = self._processor_wait.read() if wait_ns is None else wait_ns
 
     def _row(self, tokens: int | None) -> dict[str, Number]:
         row: dict[str, Number] = {"step": self._step}
+        if self._world_size is None:
+            self._world_size = this_world_size()  # from the first step on it is final: to ask in each step takes longer
         took, ended_cpu_ns, _ = self._ended or (self._timer.end(), time.process_time_ns(), 0)
-        ended_wait_ns = processor_wait_ns() if self._ended is None else None
+        self._ended_wait_ns = ended_wait_ns = self._processor_wait.read() if self._ended is None else None
         self._ended, self.step_time = None, took
         if took is not None:
             row[conventions.STEP_TIME_METRIC] = took
@@ -300,17 +338,63 @@ class Recorder:
             if tokens is not None:
                 for name in (conventions.TOKENS_METRIC, conventions.TOKENS_PER_GPU_METRIC):
                     row[name] = took.map(functools.partial(_throughput, name, tokens, self.world_size))
+        if self._collective_waits is not None:
+            row[conventions.COLLECTIVE_WAIT_METRIC] = self._collective_waits.take()
         if self._data_wait_ns is not None:
             row[conventions.DATA_WAIT_METRIC], self._data_wait_ns = self._data_wait_ns, 0
         return row
+
+    def _poll_requests(self, requests: WindowRequests) -> None:
+        slow_steps = self._slow_steps
+        # The last step may be a slow one, of which fewer would fit into the time until the window.
+        step_ns = self._timer.latest_ns if slow_steps is None else slow_steps.step_ns or self._timer.latest_ns
+        window = requests.poll(self._step, step_ns)
+        if window is not None and slow_steps is not None:
+            slow_steps.rest(window.end + REST_STEPS)
+
+    def _note_explained_step(self, *, is_disturbed: bool) -> None:
+        operations = Recording.begun_count
+        if is_disturbed or operations != self._operation_count:
+            self._explained_steps.append(self._step)
+        self._operation_count = operations
+
+    def _judge(self, row: Mapping[str, float | None]) -> None:
+        if self._slow_steps is not None and self._requests is not None:
+            with self._guard("windows no longer open by themselves", self._drop_slow_steps):
+                self._judge_step(row, self._slow_steps, self._requests)
+
+    def _judge_step(self, row: Mapping[str, float | None], slow_steps: SlowSteps, requests: WindowRequests) -> None:
+        """Request a window if this rank's steps are slow again and again, or for long."""
+        step, step_ns = int(row["step"] or 0), row.get(conventions.STEP_TIME_METRIC)
+        if not step_ns:
+            return
+        while self._explained_steps and self._explained_steps[0] < step:
+            self._explained_steps.popleft()
+        is_explained = bool(self._explained_steps) and self._explained_steps[0] == step
+        outlier = slow_steps.add(step, step_ns, None if is_explained else self._judged_ns(row, step_ns))
+        if outlier is not None:
+            requests.ask(outlier, peers(self.rank, self.world_size))
+
+    def _judged_ns(self, row: Mapping[str, float | None], step_ns: float) -> float:
+        """Time of a step without its waits for other ranks, which are judged there, and for a processor.
+
+        A window does not explain why other programs had the processor.
+        """
+        if self._device != "cpu":  # the step's time is the GPU's, these waits are the host's
+            return step_ns
+        waits = (conventions.COLLECTIVE_WAIT_METRIC, conventions.PROCESSOR_WAIT_METRIC)
+        return step_ns - sum(row.get(name) or 0 for name in waits)
 
     def _on_written(self, window: Window, steps: int) -> None:
         """Remove old windows beyond the disk budget, and list the rest in the manifest; or upload the window."""
         if self._manifest is not None:
             is_pruned = self._disk_budget_bytes is not None and self._upload is None
             removed = window_profiler.prune(self.folder, self._disk_budget_bytes or 0) if is_pruned else []
-            self._manifest.add_window(window.number, first_step=window.first, steps=steps, removed=removed)
-        if self._upload is not None:
+            reason = None if window.outlier is None else window.outlier.reason()
+            self._manifest.add_window(
+                window.number, first_step=window.first, steps=steps, removed=removed, reason=reason
+            )
+        if self._upload is not None and window.is_recorded:
             with self._guard(f"window {window.number} is not uploaded yet"):
                 # This rank's files of the window, of its logs and, if it leads, of the manifest.
                 folder = self.folder / conventions.window_folder(window.number) if window.number else self.folder
@@ -328,17 +412,14 @@ class Recorder:
             yield
         self.add_data_wait(time.perf_counter_ns() - began_ns)
 
-    @contextlib.contextmanager
-    def _guard(self, what: str, give_up: Callable[[], None] | None = None) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 whatever fails here, the training continues
-            notices.report_failure(f"rank {self.rank}: {what}", error)
-            if give_up is not None:
-                give_up()
+    def _guard(self, what: str, give_up: Callable[[], None] | None = None) -> "_Guard":
+        return _Guard(self.rank, what, give_up)
 
     def _drop_metrics(self) -> None:
         self._metrics = None
+
+    def _drop_slow_steps(self) -> None:
+        self._slow_steps = None
 
     def _drop_attempts(self) -> None:
         self._attempts = None
@@ -349,8 +430,31 @@ class Recorder:
             with contextlib.suppress(OSError, ValueError):
                 self._metrics.leave_to_parent()
         self._metrics = self._device_metrics = self._upload = self._manifest = self._requests = None
-        self._attempts = None
+        self._attempts = self._slow_steps = None
         self._profiler.leave_to_parent()
+
+
+class _Guard:
+    """Reports an exception of its block on stderr, calls `give_up`, and lets the training continue.
+
+    A class: a generator takes four times as long, several times in each step.
+    """
+
+    __slots__ = ("_give_up", "_rank", "_what")
+
+    def __init__(self, rank: int, what: str, give_up: Callable[[], None] | None) -> None:
+        self._rank, self._what, self._give_up = rank, what, give_up
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        notices.report_failure(f"rank {self._rank}: {self._what}", error)
+        if self._give_up is not None:
+            self._give_up()
+        return True
 
 
 def _throughput(name: str, tokens: int, ranks: int, took_ns: float) -> float:

@@ -54,16 +54,29 @@ class WindowProfiler:
         self._session: ProfilerSession | None = None
         self._window: Window | None = None
         self._failed_first_step = -1  # of the last window that could not be recorded
+        self._is_in_window = False
 
     @property
     def idle(self) -> bool:
         """Return whether no window is being recorded or prepared."""
         return self._window is None
 
+    @property
+    def disturbs_steps(self) -> bool:
+        """Whether a window makes this step slow: it is recorded on this rank or another, or its trace is written."""
+        return self._is_in_window or self._writer.is_working
+
     def begin(self, step: int) -> None:
         """Warm the profiler up, start it or mark the beginning step, whichever is due."""
         window = self._window or self._windows.upcoming(step)
-        if window is None or step < window.first - self._options.warmup or window.first == self._failed_first_step:
+        self._is_in_window = window is not None and step >= window.first - self._options.warmup
+        if window is None or not self._is_in_window or window.first == self._failed_first_step:
+            return
+        if not window.is_recorded:
+            if step == window.end - 1:  # other ranks write the traces: the one that leads lists the window
+                self._writer.submit(
+                    f"window {window.number} is not listed", lambda: self._written(window, window.end - window.first)
+                )
             return
         if self._session is None and step > window.first:
             return  # it began before this rank read the request
@@ -197,6 +210,11 @@ class BackgroundWriter:
     def busy(self) -> bool:
         """Return whether the queue is full."""
         return self._work.unfinished_tasks >= _MAX_PENDING
+
+    @property
+    def is_working(self) -> bool:
+        """Return whether tasks are waiting or running."""
+        return self._work.unfinished_tasks > 0
 
     def submit(self, what: str, work: Callable[[], None]) -> None:
         """Run `work` soon; `what` describes its failure ("the trace was not written")."""

@@ -147,6 +147,7 @@ CHECKSUM_PREFIX = "checksum/"  # and the name of a module: the sum of the absolu
 TOKENS_METRIC = "tokens_per_second"  # of all ranks together: the tokens of a step over the rank's time of the step
 TOKENS_PER_GPU_METRIC = "tokens_per_second_per_gpu"  # the same over the number of ranks
 DATA_WAIT_METRIC = "data_wait_ns"  # time of the step in which the training waited for a batch
+COLLECTIVE_WAIT_METRIC = "collective_wait_ns"  # in which its thread waited for collectives on the host; not on GPUs
 SKIPPED_METRIC = "skipped"  # 1 where a GradScaler skipped the step's update
 ALLOCATED_METRIC = "allocated_bytes"
 RESERVED_METRIC = "reserved_bytes"

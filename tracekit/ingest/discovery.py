@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from tracekit.errors import BadTraceError
@@ -103,11 +104,12 @@ def missing_ranks(
     manifest_world_size: int | None,
     reported_ranks: set[int | None],
     *,
-    listed_windows: Iterable[int] = (),
+    listed_windows: Mapping[int, bool] = MappingProxyType({}),
 ) -> list[QualityIssue]:
     """Return an issue for each window without some ranks; `reported_ranks` already have an issue of their own.
 
-    `listed_windows` are those that the manifest of the whole run lists.
+    `listed_windows` are those that the manifest of the whole run lists, and whether each was opened by itself: then
+    only a rank and its neighbours record it.
     """
     sizes = [size for t in traces if (size := t.info.world_size) is not None]
     world_size = max(manifest_world_size or 0, max((t.rank for t in traces), default=-1) + 1, *sizes, 0)
@@ -121,7 +123,8 @@ def missing_ranks(
         message = f"{len(present)} of {world_size} ranks have a trace (not {absent}); the others cannot be analyzed."
         issues.append(QualityIssue("missing_ranks", message, affected_ratio=1 - len(present) / world_size))
     for window, ranks in sorted(by_window.items()):
-        if absent_here := sorted(present - ranks - reported_ranks):
+        absent_here = sorted(present - ranks - reported_ranks)
+        if absent_here and not listed_windows.get(window, False):
             message = f"Window {window} has no trace of rank {_numbers(absent_here)}, other windows do."
             issues.append(QualityIssue("missing_ranks", message, affected_ratio=len(absent_here) / len(present)))
     for window in sorted(set(listed_windows) - set(by_window)):

@@ -114,7 +114,7 @@ class _Loading:
         unreadable_ranks = {issue.rank for issue in issues if issue.kind == "unreadable"}
         stated = Manifest.of(fields)
         is_whole = any(file.folder == scan.root.rstrip("/") for file in scan.manifests)
-        listed = [window.window for window in stated.windows] if is_whole else []
+        listed = {window.window: window.outlier is not None for window in stated.windows} if is_whole else {}
         issues += discovery.missing_ranks(traces, stated.world_size, unreadable_ranks, listed_windows=listed)
         issues += discovery.partial_traces(scan.partial)
         issues += _stated_issues(traces, issues)

@@ -21,12 +21,27 @@ class Model(msgspec.Struct, frozen=True):
     parameters: float | None = None
 
 
+class OutlierReason(msgspec.Struct, frozen=True):
+    """The slow step because of which a window was opened by itself."""
+
+    step: _Number
+    rank: _Number
+    ratio: Annotated[float, Meta(gt=0, lt=1e9)]
+    """Its time over the median of the steps before it."""
+
+    @property
+    def in_words(self) -> str:
+        """Sentence part, such as "opened by itself: step 812 took 3.1x the median on rank 5"."""
+        return f"opened by itself: step {self.step:,} took {self.ratio:.1f}x the median on rank {self.rank}"
+
+
 class ProfiledWindow(msgspec.Struct, frozen=True):
-    """A profiled window whose trace is on disk."""
+    """A profiled window whose trace is on disk; `outlier` is the reason of one that was opened by itself."""
 
     window: _Number
     first_step: _Number
     steps: _Number
+    outlier: OutlierReason | None = None
 
 
 class Processors(msgspec.Struct, frozen=True):
@@ -77,9 +92,17 @@ class Manifest(msgspec.Struct, frozen=True):
         fields["processors"] = Processors(**_valid_fields(Processors, document.get("processors")))
         fields["determinism"] = Determinism(**_valid_fields(Determinism, document.get("determinism")))
         fields["model"] = Model(**_valid_fields(Model, {"name": model} if isinstance(model, str) else model))
-        converted = [_convert(row, ProfiledWindow) for row in windows] if isinstance(windows, list) else []
+        converted = [_window(row) for row in windows] if isinstance(windows, list) else []
         fields["windows"] = tuple(window for window in converted if window is not None)
         return cls(**fields)
+
+
+def _window(row: object) -> ProfiledWindow | None:
+    """Window of a manifest's row; a reason that is not valid is left out."""
+    if isinstance(row, Mapping) and _convert(row.get("outlier"), OutlierReason) is None:
+        row = {name: value for name, value in row.items() if name != "outlier"}
+    window: ProfiledWindow | None = _convert(row, ProfiledWindow)
+    return window
 
 
 def _valid_fields(kind: type[msgspec.Struct], document: object) -> dict[str, Any]:

@@ -25,6 +25,7 @@ _LOGGED = (
     conventions.TOKENS_PER_GPU_METRIC,
     conventions.CPU_TIME_METRIC,
     conventions.DATA_WAIT_METRIC,
+    conventions.COLLECTIVE_WAIT_METRIC,
 )
 _CHECKPOINT_COLUMNS = {
     "checkpoint_blocked_ns": "dur_ns",

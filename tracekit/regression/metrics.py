@@ -268,6 +268,13 @@ METRICS = (
         if_missing="no log records the wait for data (tracekit.capture records it)",
     ),
     Metric(
+        conventions.COLLECTIVE_WAIT_METRIC, "collective wait", NS,
+        "Time in which the host waited for collectives, by the metrics log of a CPU run.",
+        of_trace=sources.logged_samples, over_ranks=Aggregation.WORST, part_of=STEP_TIME, usual_spread=0.05,
+        cause="communication", phrase="waiting for collectives takes",
+        if_missing="no log records waits for collectives (tracekit.capture records them of CPU runs)",
+    ),
+    Metric(
         "allocations", "allocations per step", COUNT, "Allocations of the step, by the allocator's events.",
         of_trace=sources.allocation_samples, if_missing=_RECORD_MEMORY,
     ),

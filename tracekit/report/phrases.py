@@ -75,8 +75,11 @@ def subtitle(run: Run) -> str:
     manifest = Manifest.of(run.manifest)
     parts = [escaping.inert(manifest.strategy or "", _MAX_WORD), units.count(len(run.ranks), "rank")]
     parts += [f"model {escaping.inert(manifest.model.name, _MAX_WORD)}"] if manifest.model.name else []
+    opened = [window for window in manifest.windows if window.outlier is not None]
     size_bytes = sum({source.path: source.size_bytes for source in run.sources}.values())  # of files, not of traces
     parts += [units.size(size_bytes) if size_bytes else "", "simulated" if manifest.simulated else ""]
+    parts += [f"window {window.window} {window.outlier.in_words}" for window in opened[-1:] if window.outlier]
+    parts += [f"{units.count(len(opened) - 1, 'window')} before it"] if len(opened) > 1 else []
     return " · ".join(part for part in parts if part)
 
 

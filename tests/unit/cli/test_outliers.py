@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tracekit.cli.watch import steps
-from tracekit.cli.watch.steps import DownsampledCurve, OutlierDetector, Verdict
+from tracekit.cli.watch.steps import DownsampledCurve
+from tracekit.conventions.outlier_detector import MIN_VALUES, WINDOW, OutlierDetector, Verdict
 
 MIN_RISE = math.log(1.2)
 STEPS = 6000
-FULL_WINDOW_SHARE = 4 / (steps.WINDOW + 1)
+FULL_WINDOW_SHARE = 4 / (WINDOW + 1)
 
 # Logarithms of step times, noise of one distribution each.
 NOISES = {
@@ -40,8 +40,8 @@ def alarms(values, seen=None):
 @pytest.mark.parametrize("name", NOISES)
 def test_noise_of_any_tail_has_no_more_outliers_than_the_docstring_says(name: str) -> None:
     noise = random.Random(7)
-    found = [n for n in alarms(NOISES[name](noise) for _ in range(STEPS)) if n >= steps.WINDOW]
-    expected = FULL_WINDOW_SHARE * (STEPS - steps.WINDOW)
+    found = [n for n in alarms(NOISES[name](noise) for _ in range(STEPS)) if n >= WINDOW]
+    expected = FULL_WINDOW_SHARE * (STEPS - WINDOW)
     assert len(found) <= expected + 4 * math.sqrt(expected)  # of so many steps, chance adds no more than that
 
 
@@ -67,8 +67,8 @@ def test_steady_steps_may_differ_by_a_fifth() -> None:
 
 
 def test_too_few_values_have_no_outlier() -> None:
-    assert alarms([0.0] * (steps.MIN_VALUES - 1) + [9.0]) == []
-    assert alarms([0.0] * steps.MIN_VALUES + [9.0]) == [steps.MIN_VALUES]
+    assert alarms([0.0] * (MIN_VALUES - 1) + [9.0]) == []
+    assert alarms([0.0] * MIN_VALUES + [9.0]) == [MIN_VALUES]
 
 
 def test_a_permanent_slowdown_is_reported_only_for_a_while() -> None:
@@ -84,7 +84,7 @@ def test_median_and_spread_are_those_of_the_last_values(values: list[float]) -> 
     seen = OutlierDetector()
     for value in values:
         seen.add(value)
-    last = sorted(values[-steps.WINDOW :])
+    last = sorted(values[-WINDOW:])
     middle = (last[(len(last) - 1) // 2] + last[len(last) // 2]) / 2
     assert len(seen) == len(last)
     assert seen.median == pytest.approx(middle)

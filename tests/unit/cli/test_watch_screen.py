@@ -55,6 +55,18 @@ def test_the_display_has_all_values_and_outliers(tmp_path: Path) -> None:
         assert words in shown
 
 
+def test_the_reason_of_a_window_that_opened_by_itself_is_shown(tmp_path: Path) -> None:
+    sample_logs.write(tmp_path, steady(80))
+    reason = {"step": 12, "rank": 3, "ratio": 3.14, "median_ns": 100}
+    window = {"window": 0, "first_step": 20, "steps": 5}
+    sample_logs.manifest(tmp_path, windows=[window | {"outlier": reason}])
+    assert "opened by itself: step 12 took 3.1x the median on rank 3" in " ".join(text(tmp_path, width=120).split())
+    state = json.loads(screen.state_json(watch(tmp_path).state(NOW_S)))
+    assert state["windows"][0]["outlier"] == {"step": 12, "rank": 3, "ratio": 3.14}
+    sample_logs.manifest(tmp_path, windows=[window])
+    assert "opened by itself" not in text(tmp_path)
+
+
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_no_line_is_wider_than_the_width(tmp_path: Path, width: int) -> None:
     eventful(tmp_path / ("a_long_name_of_a_run_" * 4))

@@ -145,6 +145,17 @@ def test_a_wait_for_data_is_an_event_if_it_explains_the_excess(tmp_path: Path) -
     assert (coincidence.kind, coincidence.rank, coincidence.dur_ns) == (EventKind.DATA_WAIT, 2, 190e6)
 
 
+def test_the_rank_that_the_others_waited_for_is_an_event_if_it_explains_the_excess(tmp_path: Path) -> None:
+    ranks = [[{**each, "collective_wait_ns": 5e6 if rank != 1 else 0} for each in steady(60)] for rank in range(4)]
+    for rank, lines in enumerate(ranks):
+        slow(lines, 30, collective_wait_ns=180e6)  # a slow network: all wait
+        slow(lines, 40, collective_wait_ns=2e6 if rank == 2 else 190e6)
+    first, second = seen(sample_logs.write(tmp_path, *ranks)).outliers
+    assert whats(first) == []
+    (coincidence,) = second.events
+    assert (coincidence.kind, coincidence.rank, coincidence.dur_ns) == (EventKind.LATE_RANK, 2, 188e6)
+
+
 def test_allocation_retries_and_skipped_updates_are_events(tmp_path: Path) -> None:
     lines = [{**each, "num_alloc_retries": 3, "num_device_alloc": 10} for each in steady(60)]
     slow(lines, 40, num_alloc_retries=5, num_device_alloc=11, skipped=1)

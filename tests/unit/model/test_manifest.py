@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tracekit.model.manifest import MAX_RANKS, Manifest, Model, ProfiledWindow
+from tracekit.model.manifest import MAX_RANKS, Manifest, Model, OutlierReason, ProfiledWindow
 
 NAMES = st.sampled_from([*Manifest.__struct_fields__, *Model.__struct_fields__, "schema", "first_step"])
 JSON = st.recursive(
@@ -46,3 +46,12 @@ def test_windows_are_read_one_by_one():
     window = {"window": 2, "first_step": 40, "steps": 4}
     rows = [1, {}, window, window | {"steps": -4}, window | {"steps": 1 << 63}, window | {"of": "a later version"}]
     assert Manifest.of({"windows": rows}).windows == (ProfiledWindow(2, 40, 4), ProfiledWindow(2, 40, 4))
+
+
+def test_an_invalid_reason_of_a_window_is_left_out():
+    window = {"window": 2, "first_step": 40, "steps": 4}
+    reason = {"step": 12, "rank": 3, "ratio": 3.1, "median_ns": 100}
+    invalid = [None, 1, {}, reason | {"ratio": 0}, reason | {"step": -1}, reason | {"rank": "3"}]
+    rows = [window | {"outlier": value} for value in [reason, *invalid]]
+    read = Manifest.of({"windows": rows}).windows
+    assert read == (ProfiledWindow(2, 40, 4, OutlierReason(12, 3, 3.1)), *[ProfiledWindow(2, 40, 4)] * len(invalid))

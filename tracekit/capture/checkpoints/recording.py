@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from tracekit import conventions
 from tracekit.capture import atomic_files, notices
@@ -103,6 +103,8 @@ class Recording:
     make_entry: MakeEntry
     blocking: bool | None = None  # None: determined by sampling
     hand_over: HandOver | None = None
+    begun_count: ClassVar[int] = 0
+    """Operations that have begun in this process."""
 
     def end(self, *, failed: bool) -> None:
         """End it; write its lines unless the call failed. All patches are removed even where this raises."""
@@ -131,6 +133,7 @@ def begin(
     hand_over: HandOver | None = None,
 ) -> Recording:
     """Begin to record the calling thread. No patch stays if this raises."""
+    Recording.begun_count += 1
     before = io_counters.read(threading.get_native_id())
     with contextlib.ExitStack() as window:
         window.enter_context(operation.span())

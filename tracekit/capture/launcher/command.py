@@ -34,6 +34,7 @@ examples:
   tracekit record --steps 100:103 --every 5000 -- torchrun train.py    # periodically, in a long run
   tracekit record --out s3://bucket/runs/today -- torchrun train.py    # uploads each window
   tracekit record --hang-timeout 300 -- torchrun train.py              # and then: tracekit hang RUN
+  tracekit record --steps none --on-outlier 4 -- torchrun train.py     # profiles when steps become slow
   tracekit record --attach runs/today                                  # now, from a run that is being recorded
 """
 
@@ -166,6 +167,13 @@ def _parser(program: str) -> argparse.ArgumentParser:
         help="dump flight recorders and stacks of ranks whose collectives make no progress for so long",
     )
     add("--device-metrics", action="store_true", help="record clocks, power, temperature and throttling of the GPUs")
+    add(
+        "--on-outlier",
+        type=_positive,
+        default=0,
+        metavar="N",
+        help="profile steps when slow ones recur or last, at most N windows a day [default: never]",
+    )
     add(
         "--tokens-per-step",
         type=_positive,

@@ -146,6 +146,7 @@ _KNOWN_METRICS = frozenset(
         conventions.TOKENS_METRIC,
         conventions.TOKENS_PER_GPU_METRIC,
         conventions.DATA_WAIT_METRIC,
+        conventions.COLLECTIVE_WAIT_METRIC,
         conventions.SKIPPED_METRIC,
         conventions.ALLOCATED_METRIC,
         conventions.RESERVED_METRIC,
@@ -166,6 +167,7 @@ class MetricsRow:
     loss: float | None = None
     tokens_per_s: float | None = None
     data_wait_ns: float | None = None
+    collective_wait_ns: float | None = None
     is_skipped: bool = False
     allocated_bytes: float | None = None
     reserved_bytes: float | None = None
@@ -187,6 +189,7 @@ class MetricsRow:
             _number(line.get(conventions.LOSS_METRIC)),
             _size(line, conventions.TOKENS_METRIC),
             wait_ns,
+            _size(line, conventions.COLLECTIVE_WAIT_METRIC),
             bool(_size(line, conventions.SKIPPED_METRIC)),
             _size(line, conventions.ALLOCATED_METRIC),
             _size(line, conventions.RESERVED_METRIC),

@@ -144,7 +144,8 @@ def _windows(state: TrainingState) -> str:
     last = state.windows[-1]
     end = last.first_step + max(0, last.steps - 1)
     steps = f"step {end:,}" if last.steps <= 1 else f"steps {last.first_step:,}–{end:,}"
-    return f"{_count(len(state.windows), 'window', 'windows')} · last: {steps}"
+    reason = f", {last.outlier.in_words}" if last.outlier is not None else ""
+    return f"{_count(len(state.windows), 'window', 'windows')} · last: {steps}{reason}"
 
 
 def _outlier_parts(state: TrainingState, room: int) -> Section:
@@ -236,6 +237,8 @@ def _reason(step_event: StepEvent) -> str:
             return f"the trace of window {count} is being written"
         case EventKind.DATA_WAIT:
             return f"rank {step_event.rank} waited {dur} for data"
+        case EventKind.LATE_RANK:
+            return f"the others waited {dur} for rank {step_event.rank}"
         case EventKind.RETRIES:
             return _count(count, "allocator retry", "allocator retries")
         case EventKind.DEVICE_ALLOCS:

@@ -6,102 +6,20 @@ judged, the median over ranks and the slowest rank, however many ranks there are
 
 import math
 import statistics
-from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from enum import Enum, auto
 
 from tracekit.cli.watch.rank_log import Position, RankStep
 from tracekit.cli.watch.training_state import EventKind, OutlierStep, StepEvent, Symptom
-
-WINDOW = 256
-"""How many values a new one is compared with."""
-
-MIN_VALUES = 16
-"""With fewer values, none is an outlier."""
-
-SPREADS = 4.0
-"""How many spreads above the median an outlier is at least."""
-
-_VALUES_PER_RANK = 128
-_GAUSSIAN_FACTOR = 1.4826  # times the median absolute deviation, it estimates the standard deviation of Gaussian noise
-
-
-class Verdict(Enum):
-    """How a value compares with the values before it."""
-
-    NORMAL = auto()
-    HIGH = auto()
-    """Above the limit, but earlier values were as high: a slow stretch continues, or the noise has a heavy tail."""
-    OUTLIER = auto()
-
-
-class OutlierDetector:
-    """The last WINDOW values of a series, and the limit above which a new value is high.
-
-    A value is high if it is above ``median + max(SPREADS * spread, min_rise)``, where spread is 1.4826 times the
-    median absolute deviation: both ignore outliers, up to half of the values (Rousseeuw & Croux, "Alternatives to the
-    median absolute deviation", JASA 88, 1993; Iglewicz & Hoaglin, "How to detect and handle outliers", 1993, who take
-    3.5 spreads to label single outliers in one sample; here thousands of steps are judged).
-
-    It is an outlier if it is also above the k-th largest of the n values, k = 2 + n // 128. If the values are
-    exchangeable, noise of any distribution, each order is equally likely, so that this holds for at most a share
-    k / (n + 1): 1.6% with a full window, however heavy the tail. (For lognormal noise the spread keeps it below 0.1%.)
-    When a training becomes slower permanently, it is reported about a dozen times, not until the faster steps leave the
-    window.
-    """
-
-    def __init__(self) -> None:
-        self._last: deque[float] = deque()
-        self._ordered: list[float] = []
-
-    def __len__(self) -> int:
-        return len(self._last)
-
-    def add(self, value: float) -> None:
-        """Add a value; of more than WINDOW values the oldest is dropped."""
-        if len(self._last) == WINDOW:
-            del self._ordered[bisect_left(self._ordered, self._last.popleft())]
-        self._last.append(value)
-        insort(self._ordered, value)
-
-    @property
-    def median(self) -> float | None:
-        """Return the median of the values; None if there are none."""
-        return _median(self._ordered) if self._ordered else None
-
-    @property
-    def spread(self) -> float | None:
-        """Return the standard deviation estimated from the median absolute deviation; None without values."""
-        if not self._ordered:
-            return None
-        middle = _median(self._ordered)
-        return _GAUSSIAN_FACTOR * _median(sorted(abs(value - middle) for value in self._ordered))
-
-    def limit(self, min_rise: float) -> float | None:
-        """Return the value above which one is high; None with too few values."""
-        if len(self._last) < MIN_VALUES:
-            return None
-        middle, spread = self.median, self.spread
-        assert middle is not None
-        assert spread is not None
-        return middle + max(SPREADS * spread, min_rise)
-
-    def judge(self, value: float, min_rise: float) -> Verdict:
-        """Compare a value with the added ones."""
-        if len(self._last) < MIN_VALUES or value <= _median(self._ordered) + min_rise:
-            return Verdict.NORMAL  # cheaper to compute than the limit
-        limit = self.limit(min_rise)
-        if limit is None or value <= limit:
-            return Verdict.NORMAL
-        place = 2 + len(self._last) // _VALUES_PER_RANK
-        return Verdict.OUTLIER if value > self._ordered[-place] else Verdict.HIGH
-
-
-def _median(ordered: list[float]) -> float:
-    half = len(ordered) // 2
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+from tracekit.conventions.outlier_detector import (
+    MIN_RISE_LOG,
+    MIN_RISE_RATIO,
+    WARM_UP_STEPS,
+    WINDOW,
+    OutlierDetector,
+    Verdict,
+)
 
 
 class DownsampledCurve:
@@ -128,13 +46,6 @@ class DownsampledCurve:
 GRACE_S = 3.0
 """How long a step waits for ranks that have not logged it: logs reach the disk up to a second late."""
 
-WARM_UP_STEPS = 5
-"""The first steps of a training, also after a resume, are never outliers."""
-
-MIN_RISE_RATIO = 0.2
-"""How far above the median a slow step or a loss spike is at least."""
-
-_MIN_RISE_LOG = math.log1p(MIN_RISE_RATIO)
 _MIN_EXPLAINED_RATIO = 0.5  # report a wait for data if it is at least this share of the step's excess
 _MAX_OUTLIERS = 50
 
@@ -150,6 +61,7 @@ class _PendingStep:
     skipped_beginning: bool
     times_ns: dict[int, float] = field(default_factory=dict)
     waits_ns: dict[int, float] = field(default_factory=dict)
+    collective_waits_ns: dict[int, float] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     bad_losses: list[int] = field(default_factory=list)
     retries: int = 0
@@ -163,6 +75,8 @@ class _PendingStep:
             self.times_ns[rank_step.rank] = row.time_ns
         if row.data_wait_ns is not None:
             self.waits_ns[rank_step.rank] = row.data_wait_ns
+        if row.collective_wait_ns is not None:
+            self.collective_waits_ns[rank_step.rank] = row.collective_wait_ns
         if row.loss is not None:
             if math.isfinite(row.loss):
                 self.losses.append(row.loss)
@@ -172,6 +86,15 @@ class _PendingStep:
         self.device_allocs += rank_step.new_device_allocs
         self.is_skipped |= row.is_skipped
         self.tokens_per_s = row.tokens_per_s if row.tokens_per_s is not None else self.tokens_per_s
+
+    def late_rank(self) -> tuple[int, float] | None:
+        """Rank that waited least for collectives, and by how many ns less than the median rank; None for one rank."""
+        waits_ns = self.collective_waits_ns
+        if len(waits_ns) < 2:
+            return None
+        rank = min(waits_ns, key=lambda waiting_rank: waits_ns[waiting_rank])
+        others_ns = [wait_ns for waiting_rank, wait_ns in waits_ns.items() if waiting_rank != rank]
+        return rank, statistics.median(others_ns) - waits_ns[rank]
 
 
 class StepMonitor:
@@ -183,7 +106,7 @@ class StepMonitor:
         self._last_judged: Position | None = None
         self._warm_up = WARM_UP_STEPS
         self._median_times, self._slowest_times = OutlierDetector(), OutlierDetector()  # logarithms of ns
-        self._losses, self._waits_ns = OutlierDetector(), OutlierDetector()
+        self._losses, self._waits_ns, self._lateness_ns = OutlierDetector(), OutlierDetector(), OutlierDetector()
         self._data_waits: deque[tuple[float, float]] = deque(maxlen=WINDOW)
         self._is_slow = self._is_bad_loss = False
         self._unreported: list[int] = []  # numbers of outliers, counted from 1
@@ -261,7 +184,7 @@ class StepMonitor:
             self._data_waits.append((statistics.fmean(pending.waits_ns.values()), self.step_time_ns))
         if not is_warm:
             return
-        verdicts = (self._median_times.judge(median, _MIN_RISE_LOG), self._slowest_times.judge(slowest, _MIN_RISE_LOG))
+        verdicts = (self._median_times.judge(median, MIN_RISE_LOG), self._slowest_times.judge(slowest, MIN_RISE_LOG))
         was_slow, self._is_slow = self._is_slow, any(verdict is not Verdict.NORMAL for verdict in verdicts)
         events: tuple[StepEvent, ...] = ()
         if self._is_slow:
@@ -281,9 +204,11 @@ class StepMonitor:
             self._slowest_times.add(slowest)
         if pending.waits_ns:
             self._waits_ns.add(max(pending.waits_ns.values()))
+        if (late := pending.late_rank()) is not None:
+            self._lateness_ns.add(late[1])
 
     def _stragglers(self, pending: _PendingStep, *, all_are: bool) -> tuple[int, ...]:
-        limit = self._median_times.limit(_MIN_RISE_LOG)
+        limit = self._median_times.limit(MIN_RISE_LOG)
         stragglers = [rank for rank, ns in pending.times_ns.items() if limit is not None and math.log(ns) > limit]
         if not stragglers and not all_are:
             stragglers = [max(pending.times_ns, key=lambda rank: pending.times_ns[rank])]
@@ -295,7 +220,9 @@ class StepMonitor:
         last = self.outliers[-1]
         worst = max(last.step_time_ns or 0, time_ns)
         ranks = tuple(sorted({*last.ranks, *stragglers}))
-        new = tuple(event for event in events if event not in last.events)
+        # A wait has another length in each step.
+        places = {(event.kind, event.rank, event.count, event.name) for event in last.events}
+        new = tuple(event for event in events if (event.kind, event.rank, event.count, event.name) not in places)
         events = (last.events + new)[:8]
         self.outliers[-1] = replace(last, last_step=step, step_time_ns=worst, ranks=ranks, events=events)
 
@@ -349,11 +276,15 @@ class StepMonitor:
 
     def _events(self, step: int, pending: _PendingStep) -> tuple[StepEvent, ...]:
         events = [*self._recorded_events(step, self.median_ns)]
-        if pending.waits_ns and pending.times_ns:
+        explained_ns = _MIN_EXPLAINED_RATIO * (max(pending.times_ns.values(), default=0) - (self.median_ns or 0))
+        if pending.waits_ns:
             rank, wait_ns = max(pending.waits_ns.items(), key=lambda item: item[1])
-            excess_ns = max(pending.times_ns.values()) - (self.median_ns or 0)
-            if wait_ns - (self._waits_ns.median or 0) >= _MIN_EXPLAINED_RATIO * excess_ns > 0:
+            if wait_ns - (self._waits_ns.median or 0) >= explained_ns > 0:
                 events.append(StepEvent(EventKind.DATA_WAIT, dur_ns=wait_ns, rank=rank))
+        if (late := pending.late_rank()) is not None:
+            rank, late_ns = late
+            if late_ns - (self._lateness_ns.median or 0) >= explained_ns > 0:
+                events.append(StepEvent(EventKind.LATE_RANK, dur_ns=late_ns, rank=rank))
         if pending.retries:
             events.append(StepEvent(EventKind.RETRIES, count=pending.retries))
         if pending.device_allocs:

@@ -23,6 +23,7 @@ class EventKind(StrEnum):
     PROFILED = "profiled"
     TRACE_WRITTEN = "trace_written"
     DATA_WAIT = "data_wait"
+    LATE_RANK = "late_rank"
     RETRIES = "alloc_retries"
     DEVICE_ALLOCS = "device_allocs"
     SKIPPED = "skipped"
