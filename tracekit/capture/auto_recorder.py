@@ -146,6 +146,7 @@ class AutoRecorder:
 
     def _around_backward(self, backward: Callable[..., Any], root: Any, *args: Any, **kwargs: Any) -> Any:
         self._safe(self._before_backward)(root)
+        self._reach(conventions.BACKWARD)
         self._in_backward = True
         try:
             return backward(root, *args, **kwargs)
@@ -192,11 +193,16 @@ class AutoRecorder:
     def _around_batch(self, next_batch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._recorder is None or threading.get_ident() != self._loop_thread:
             return next_batch(*args, **kwargs)
+        self._reach(conventions.DATA)
         began_ns = time.perf_counter_ns()
         try:
             return next_batch(*args, **kwargs)
         finally:
             self._recorder.add_data_wait(time.perf_counter_ns() - began_ns)
+
+    def _reach(self, place: str) -> None:
+        if self._recorder is not None and not self._in_backward:
+            self._recorder.reach(place)
 
     def _end_window(self) -> None:
         if self._recorder is not None:
@@ -253,6 +259,7 @@ class AutoRecorder:
             leads=rank == (0 if ranks is None else min(ranks)),
             device=self._device(),
             mid_step=True,
+            perturb_ranks=ranks,
             manifest={"recorded_by": "tracekit record"},
             **settings.recorder_options(),
         )

@@ -23,7 +23,12 @@ class _Thread(threading.local):
     waited_ns = 0
 
 
+class _Observer:
+    before_wait: Callable[[], None] | None = None
+
+
 _thread = _Thread()
+_observer = _Observer()
 
 
 class CollectiveWaits:
@@ -63,6 +68,13 @@ class CollectiveWaits:
         return max(0, times_ns[_COMMUNICATION_END] - times_ns[_COMPUTE_END])
 
 
+def call_before_waits(callback: Callable[[], None] | None) -> None:
+    """Call `callback` before each `Work.wait` of this process, in place of an earlier one; None: call nothing."""
+    _observer.before_wait = callback
+    if callback is not None:
+        _observe_waits()
+
+
 def _observe_waits() -> None:
     """Time the calls of `Work.wait` of this process: 0.3 µs a call."""
     wait = distributed.Work.wait
@@ -71,6 +83,8 @@ def _observe_waits() -> None:
 
     @functools.wraps(wait)
     def timed_wait(*args: Any, **kwargs: Any) -> Any:
+        if _observer.before_wait is not None:
+            _observer.before_wait()
         began_ns = time.perf_counter_ns()
         try:
             return wait(*args, **kwargs)

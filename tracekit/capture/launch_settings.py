@@ -36,6 +36,9 @@ class Settings:
     disk_budget_bytes: int = 10 * GIBIBYTE
     on_outlier: int = 0
     """Windows a day that may be opened because of slow steps."""
+    perturb: tuple[str, ...] = ()
+    """Places before which small delays are injected."""
+    perturb_ratio: float = 0.02
     tokens_per_step: int | None = None
     """Tokens of all ranks in one optimizer step; only the training knows them."""
 

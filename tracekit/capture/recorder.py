@@ -6,7 +6,7 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,6 +24,7 @@ from tracekit.capture.collective_waits import CollectiveWaits
 from tracekit.capture.device_metrics import DeviceMetrics
 from tracekit.capture.manifest import ManifestFile
 from tracekit.capture.metrics import MetricsLog, Number, Pending, ProcessorWait, StepTimer, allocator_counters
+from tracekit.capture.perturbation import DELAY_RATIO, Perturbation, delayed_ranks, parse_places
 from tracekit.capture.profiler_session import ProfilingOptions
 from tracekit.capture.rank_info import this_rank, this_world_size
 from tracekit.capture.slow_steps import REST_STEPS, SlowSteps
@@ -77,12 +78,16 @@ class Recorder:
         scratch: A folder, such as one on a local disk, to which traces are written first.
         on_outlier: How many windows a day may be opened because steps of a rank are slow again and again, or for long;
             they are on that rank and its neighbours. 0: none.
+        perturb: Places, such as ("data", "forward"), before which small delays are injected in some steps, to measure
+            how much each delays the training; "all" are `conventions.PERTURBED_PLACES`.
+        perturb_ratio: The length of a delay over the median step, at most 0.05; no delay is longer than 5 ms.
+        perturb_ranks: The ranks that are delayed; by default up to 8, evenly spaced.
         disk_budget_bytes: The most that the traces of the run take: the oldest windows except the first are removed.
             With a URL, the most that waits to be uploaded.
         manifest: Fields of ``run.json`` (strategy, mesh, model, arguments). Secrets are redacted.
 
     Raises:
-        ValueError: `steps` is invalid, or `on_outlier` is negative.
+        ValueError: `steps`, `perturb` or `perturb_ratio` is invalid, or `on_outlier` is negative.
     """
 
     def __init__(
@@ -108,6 +113,9 @@ class Recorder:
         scratch: str | os.PathLike[str] | None = None,
         disk_budget_bytes: int | None = None,
         on_outlier: int = 0,
+        perturb: Iterable[str] = (),
+        perturb_ratio: float = DELAY_RATIO,
+        perturb_ranks: Iterable[int] | None = None,
         manifest: Mapping[str, Any] | None = None,
     ) -> None:
         out = object_storage.without_file_scheme(out) if isinstance(out, str) else out
@@ -140,6 +148,10 @@ class Recorder:
             raise ValueError(f"on_outlier is a number of windows a day, not {on_outlier}: use 0 for none")
         self._outlier_windows = on_outlier
         self._slow_steps = SlowSteps(self.rank) if on_outlier else None
+        self._perturbation = Perturbation(
+            parse_places(perturb), folder=self.folder, rank=self.rank, delay_ratio=perturb_ratio,
+            ranks=delayed_ranks(self.world_size) if perturb_ranks is None else tuple(perturb_ranks),
+        )  # fmt: skip
         self._collective_waits: CollectiveWaits | None = None
         self._explained_steps: deque[int] = deque()  # whose time says nothing: they save or are profiled
         self._operation_count = 0
@@ -190,9 +202,8 @@ class Recorder:
                 self._upload.begin(self.rank, leads=self._leads)
         with self._guard("metrics are not recorded"):
             path = self.folder / conventions.rank_file(self.rank, conventions.METRICS_SUFFIX)
-            self._metrics = MetricsLog(
-                path, first_step=self._first_step, on_row=self._judge if self._slow_steps is not None else None
-            )
+            has_judge = self._slow_steps is not None or self._perturbation.is_on
+            self._metrics = MetricsLog(path, first_step=self._first_step, on_row=self._judge if has_judge else None)
         with self._guard("windows cannot be requested"):
             self._requests = WindowRequests(
                 self.folder,
@@ -207,6 +218,7 @@ class Recorder:
             # On a GPU the host waits for no collective.
             if self._device == "cpu" and distributed.is_available() and distributed.is_initialized():
                 self._collective_waits = CollectiveWaits()
+        self._perturbation.install()
         self._profiler.begin(self._step)
         self._begin_step()
         if self._mid_step:
@@ -217,6 +229,7 @@ class Recorder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._slow_steps = None  # a window that is requested now would be the next training's
+        self._perturbation.close()
         self._profiler.stop(self._step)
         self._profiler.finish()
         if self._metrics is not None:
@@ -245,6 +258,7 @@ class Recorder:
 
         The time in ``data`` is also in the metrics, as the step's data wait.
         """
+        self.reach(phase)
         span: contextlib.AbstractContextManager[Any] = record_function(conventions.span_name(phase))
         return self._timed_data_wait(span) if phase == conventions.DATA else span
 
@@ -270,6 +284,13 @@ class Recorder:
         ):
             yield
 
+    def reach(self, place: str) -> None:
+        """Inject the delay of this step if it is due at a place, one of `conventions.PERTURBED_PLACES`.
+
+        `span` and hooks of torch call it; call it yourself before a place that they do not see.
+        """
+        self._perturbation.reach(place)
+
     def add_data_wait(self, wait_ns: int) -> None:
         """Add to the current step's data wait."""
         self._data_wait_ns = (self._data_wait_ns or 0) + wait_ns
@@ -291,6 +312,7 @@ class Recorder:
                 self._metrics.collect()
         ended_ns = time.perf_counter_ns() if self._ended is None else self._ended[2]
         row = self._row(tokens)
+        row |= self._perturbation.end_step()
         if self._attempts is not None:
             with self._guard("attempts are no longer recorded", self._drop_attempts):
                 self._attempts.add_step(self._began_ns, ended_ns)
@@ -309,6 +331,7 @@ class Recorder:
                     self._poll_requests(self._requests)
             self._profiler.begin(self._step)
         is_disturbed |= self._profiler.disturbs_steps
+        self._perturbation.begin_step(self._step, is_disturbed=is_disturbed)
         self._begin_step(wait_ns=None if is_disturbed else self._ended_wait_ns)
 
     def end_window(self, why: str) -> None:
@@ -362,6 +385,7 @@ class Recorder:
         if self._slow_steps is not None and self._requests is not None:
             with self._guard("windows no longer open by themselves", self._drop_slow_steps):
                 self._judge_step(row, self._slow_steps, self._requests)
+        self._perturbation.add_row(row)
 
     def _judge_step(self, row: Mapping[str, float | None], slow_steps: SlowSteps, requests: WindowRequests) -> None:
         """Request a window if this rank's steps are slow again and again, or for long."""
@@ -417,6 +441,7 @@ class Recorder:
 
     def _drop_metrics(self) -> None:
         self._metrics = None
+        self._perturbation.close()  # a delay that no log states would be a slow-down
 
     def _drop_slow_steps(self) -> None:
         self._slow_steps = None
@@ -429,6 +454,7 @@ class Recorder:
         if self._metrics is not None:
             with contextlib.suppress(OSError, ValueError):
                 self._metrics.leave_to_parent()
+        self._perturbation.close()
         self._metrics = self._device_metrics = self._upload = self._manifest = self._requests = None
         self._attempts = self._slow_steps = None
         self._profiler.leave_to_parent()

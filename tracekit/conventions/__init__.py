@@ -30,6 +30,7 @@ PARTIAL_SUFFIX = ".partial"  # the file is still being written, or its writer di
 CLAIM_FILE = ".training"  # states which training owns a folder that `tracekit record` chose
 NOW_FILE = "record.now"  # creating it in the folder of a running job requests another window
 REQUEST_FILE = "record.request"  # the requested window, read by all ranks
+PERTURB_STOP_FILE = "perturb.stop"  # creating it in the folder of a running job ends its injected delays for good
 
 
 def rank_file(rank: int, suffix: str) -> str:
@@ -148,6 +149,14 @@ TOKENS_METRIC = "tokens_per_second"  # of all ranks together: the tokens of a st
 TOKENS_PER_GPU_METRIC = "tokens_per_second_per_gpu"  # the same over the number of ranks
 DATA_WAIT_METRIC = "data_wait_ns"  # time of the step in which the training waited for a batch
 COLLECTIVE_WAIT_METRIC = "collective_wait_ns"  # in which its thread waited for collectives on the host; not on GPUs
+# Delays of `record --perturb`, in trials of TRIAL_STEPS steps: a block whose first step has a delay, and one without.
+# Each rank logs the place and the rank of the trial in all of its steps, and the length in the step that it delayed.
+INJECTED_METRIC = "injected_ns"  # length of the delay that this rank injected in the step; 0 without one
+INJECTED_PLACE_METRIC = "injected_place"  # where: an index of PERTURBED_PLACES
+INJECTED_RANK_METRIC = "injected_rank"  # the rank that is delayed in the trial
+PERTURBED_PLACES = (DATA, FORWARD, BACKWARD, "collective", OPTIMIZER)  # codes in logs: append new ones only
+BLOCK_STEPS = 2  # a delay late in a step reaches the other ranks in the next one
+TRIAL_STEPS = 2 * BLOCK_STEPS
 SKIPPED_METRIC = "skipped"  # 1 where a GradScaler skipped the step's update
 ALLOCATED_METRIC = "allocated_bytes"
 RESERVED_METRIC = "reserved_bytes"

@@ -81,6 +81,7 @@ _MISSING = {
     "peer": "all-to-alls around experts with known split sizes",
     "queue_max": "work on device streams",
     "flops_unknown_ns": "compute whose work is unknown",
+    "sensitivity": "complete trials of injected delays: record the training with --perturb",
     "working_role": "roles: all processes that were recorded at the same time run one program",
     "moved_bytes_per_s": "file system calls: the run has no I/O log of DFTracer (.pfw)",
 }

@@ -20,6 +20,7 @@ from tracekit.errors import InputError
 from tracekit.model import plugins, schema
 from tracekit.model.fact import Fact, TraceTable
 from tracekit.replay.allocator import run_snapshots
+from tracekit.replay.graph import sensitivity
 from tracekit.replay.graph.critical_path import path as critical_path
 from tracekit.sync import alignment
 
@@ -47,6 +48,7 @@ FACTS: tuple[PublishedFact, ...] = (
     axis_communication.ring_overlap,
     critical_path.critical_paths,
     role_waits.role_waits,
+    sensitivity.sensitivity,
     *run_snapshots.TABLES,
 )
 """Every published fact of tracekit, in the order of docs/schema.md."""

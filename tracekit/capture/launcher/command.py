@@ -26,6 +26,7 @@ _MOST_STEPS = 1000  # of a requested window
 _POLL_EVERY_S = 0.5
 _ANSWER_S = 60.0
 _MOST_SECONDS = 1e8
+_MAX_DELAY_RATIO = 0.05  # of capture.perturbation, which imports torch
 
 _EXAMPLES = """
 examples:
@@ -35,6 +36,7 @@ examples:
   tracekit record --out s3://bucket/runs/today -- torchrun train.py    # uploads each window
   tracekit record --hang-timeout 300 -- torchrun train.py              # and then: tracekit hang RUN
   tracekit record --steps none --on-outlier 4 -- torchrun train.py     # profiles when steps become slow
+  tracekit record --perturb all --steps 100:105 -- torchrun train.py   # and then: tracekit summary RUN --by place
   tracekit record --attach runs/today                                  # now, from a run that is being recorded
 """
 
@@ -175,6 +177,21 @@ def _parser(program: str) -> argparse.ArgumentParser:
         help="profile steps when slow ones recur or last, at most N windows a day [default: never]",
     )
     add(
+        "--perturb",
+        type=_places,
+        default=(),
+        metavar="PLACES",
+        help="inject small delays before these places, to measure how much each delays the training: all, or some of\n"
+        f"{','.join(conventions.PERTURBED_PLACES)} [default: none]",
+    )
+    add(
+        "--perturb-ratio",
+        type=_delay_ratio,
+        default=Settings.perturb_ratio,
+        metavar="RATIO",
+        help="length of a delay over the median step, at most 0.05 [default: 0.02]",
+    )
+    add(
         "--tokens-per-step",
         type=_positive,
         metavar="N",
@@ -194,7 +211,12 @@ def _parser(program: str) -> argparse.ArgumentParser:
         metavar="DIR",
         help="local folder for uncompressed traces [default: the system's temporary folder]",
     )
-    add("--signal", type=_signal, metavar="NAME", help="a signal to this command, such as USR2, that requests a window")
+    add(
+        "--signal",
+        type=_signal,
+        metavar="NAME",
+        help="a signal to this command, such as USR2, that requests a window, and ends the delays of --perturb",
+    )
     add("--attach", metavar="RUN", help="request a window now from a run that is being recorded: --steps is its length")
     add("--quiet", action="store_true", help="print no report at the end")
     add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -286,6 +308,25 @@ def _seconds(text: str) -> float:
     if not 0 < seconds < _MOST_SECONDS:
         raise argparse.ArgumentTypeError(f"{text!r} is not a time in seconds above 0")
     return seconds
+
+
+def _places(text: str) -> "tuple[str, ...]":
+    places = conventions.PERTURBED_PLACES if text == "all" else tuple(text.split(","))
+    if not set(places) <= set(conventions.PERTURBED_PLACES):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} names no places: use all, or {','.join(conventions.PERTURBED_PLACES)}"
+        )
+    return places
+
+
+def _delay_ratio(text: str) -> float:
+    try:
+        ratio = float(text)
+    except ValueError:
+        ratio = 0.0
+    if not 0 < ratio <= _MAX_DELAY_RATIO:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share of a step above 0 and up to {_MAX_DELAY_RATIO}")
+    return ratio
 
 
 def _ranks(text: str) -> "tuple[int, ...] | None":

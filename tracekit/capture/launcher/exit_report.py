@@ -80,8 +80,10 @@ def read_notes(folder: Path) -> tuple[list[Note], int]:
 
 
 def request_window(settings: Settings) -> None:
-    """Request a window from the running trainings."""
+    """Request a window from the running trainings, and end their injected delays."""
     for folder in {note.folder for note in read_notes(Path(settings.notes))[0] if not note.ended}:
+        if settings.perturb:
+            (folder / conventions.PERTURB_STOP_FILE).touch()
         (folder / conventions.NOW_FILE).touch()
 
 

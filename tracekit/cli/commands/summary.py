@@ -35,6 +35,7 @@ class By(StrEnum):
     UNKNOWN_WORK = "unknown-work"
     FILE = "file"
     ROLE = "role"
+    PLACE = "place"
 
 
 @expand_options
@@ -75,6 +76,8 @@ def summary(
                   (DFTracer), the longest first
     role          two roles of a job (trainer, rollout): how long the one is idle
                   while the other works
+    place         a place of a rank that record --perturb delayed: how much of the
+                  delay the job loses, by measurement and by the replay
     """  # noqa: D301 click keeps the lines of a paragraph after \b
     with executor.open([source.run]) as opened:
         from tracekit.report import summary_tables
@@ -201,6 +204,12 @@ def _by_role() -> "View":
     return role_waits.FACTS, lambda run: run.table(role_waits.role_waits)
 
 
+def _by_place() -> "View":
+    from tracekit.replay.graph import sensitivity
+
+    return sensitivity.FACTS, lambda run: run.table(sensitivity.sensitivity)
+
+
 _VIEWS: dict[By, Callable[[], "View"]] = {
     By.RANK: _by_rank,
     By.STEP: _by_step,
@@ -216,6 +225,7 @@ _VIEWS: dict[By, Callable[[], "View"]] = {
     By.UNKNOWN_WORK: _by_unknown_work,
     By.FILE: _by_file,
     By.ROLE: _by_role,
+    By.PLACE: _by_place,
 }
 _MISSING: dict[By, Callable[["Run"], str | None]] = {By.RANK: _missing_compute, By.STEP: _missing_work}
 """What a table leaves out, by table; None where that is nothing."""
