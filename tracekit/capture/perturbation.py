@@ -95,14 +95,18 @@ class Perturbation:
     ) -> None:
         """Delay `ranks` at `places`; without places, none. Raises ValueError for a delay above MAX_DELAY_RATIO."""
         if not 0 < delay_ratio <= MAX_DELAY_RATIO:
-            raise ValueError(f"a delay is a share of a step above 0 and up to {MAX_DELAY_RATIO}, not {delay_ratio}")
+            raise ValueError(
+                f"perturb_ratio: a delay is a share of a step above 0 and up to {MAX_DELAY_RATIO}, not {delay_ratio}"
+            )
+        if places and not ranks:
+            raise ValueError("perturb_ranks: no rank is left to delay; name one, or leave the argument out")
         self._places = places
         self.is_on = bool(places)
         codes = [conventions.PERTURBED_PLACES.index(place) for place in self._places]
         self._schedule = TrialSchedule(codes, ranks, seed=folder.name)
         self._rank = rank
         self._delay_ratio = delay_ratio
-        self._left_ns = BUDGET_NS // len(ranks)
+        self._left_ns = BUDGET_NS // max(1, len(ranks))
         self._stop_file = folder / conventions.PERTURB_STOP_FILE
         self._thread = threading.get_ident()
         self._trial: Trial | None = None

@@ -164,7 +164,7 @@ def center(samples: Floats) -> tuple[float, float | None, float | None]:
 def replayed_sensitivity(run: Run, place: str, rank: int, delay_ns: int) -> float | None:
     """Sensitivity in replays of the profiled windows with such a delay in every fourth step; null without the place.
 
-    As in the training, a delay has the next steps to reach the other ranks; the last step of a window has none.
+    As in the training, a delay has the next steps to reach the other ranks.
     """
     lost_ns, delay_count = 0.0, 0
     for graph in savings.graphs_of(run):
@@ -180,14 +180,15 @@ def replayed_sensitivity(run: Run, place: str, rank: int, delay_ns: int) -> floa
 
 
 def nodes_at(graph: Graph, place: str, rank: int) -> Ints:
-    """The first host call at a place of a rank in each step but the last one, in order; shape (steps,).
+    """The first host call at a place of a rank in each inner step of the window, in order; shape (steps,).
 
+    When the first step begins, nothing is queued that could hide a delay; the last one ends before others feel it.
     Data that is loaded without operators has no call of its own: the place then is the first call of the step.
     """
     calls = graph.frame.select(
         "rank", "step", "phase", "start_ns", at=pl.int_range(pl.len(), dtype=pl.Int64), is_host=pl.col("what") == HOST
     ).filter(pl.col("rank") == rank, pl.col("is_host"), pl.col("step").is_not_null())
-    inner = calls.filter(pl.col("step") < pl.col("step").max())
+    inner = calls.filter(pl.col("step") > pl.col("step").min(), pl.col("step") < pl.col("step").max())
     if place == "collective":
         at_place = inner.filter(pl.col("at").is_in(_waiting_nodes(graph)))
     elif place == conventions.DATA:
