@@ -9,6 +9,7 @@ Every rank draws the same trials from the name of the run and the number of the 
 """
 
 import contextlib
+import functools
 import random
 import statistics
 import threading
@@ -67,10 +68,14 @@ class TrialSchedule:
     def __init__(self, places: Iterable[int], ranks: Sequence[int], *, seed: str) -> None:
         self._pairs = [(place, rank) for place in sorted(set(places)) for rank in ranks]
         self._seed = seed
+        # Drawn once: a step asks when it begins and, a second later, when its time is known.
+        self._draw_once = functools.lru_cache(maxsize=1024)(self._draw)
 
     def trial(self, step: int) -> Trial:
         """Trial that a step belongs to."""
-        number = step // conventions.TRIAL_STEPS
+        return self._draw_once(step // conventions.TRIAL_STEPS)
+
+    def _draw(self, number: int) -> Trial:
         round_number, turn = divmod(number, len(self._pairs))
         order = random.Random(f"{self._seed}/round {round_number}").sample(self._pairs, len(self._pairs))  # noqa: S311
         block = random.Random(f"{self._seed}/trial {number}").randrange(2)  # noqa: S311 no secret
@@ -177,7 +182,7 @@ class Perturbation:
     def add_row(self, row: Mapping[str, float | None]) -> None:
         """Add a step's metrics, in order: its time counts for the length of delays, and for the guard."""
         step, step_ns = int(row["step"] or 0), row.get(conventions.STEP_TIME_METRIC)
-        if not step_ns:
+        if not (self.is_on and step_ns):
             return
         delayed_step = self._schedule.trial(step).delayed_step
         if not delayed_step <= step < delayed_step + conventions.BLOCK_STEPS:
@@ -201,7 +206,7 @@ class Perturbation:
         delayed_ns = sum(self._trial_times_ns.pop(delayed_step + offset) for offset in range(conventions.BLOCK_STEPS))
         self._excess_ns.append(delayed_ns - sum(self._trial_times_ns.values()))
         self._trial_times_ns = {}
-        if not self.is_on or len(self._excess_ns) < GUARD_TRIALS:
+        if len(self._excess_ns) < GUARD_TRIALS:
             return
         excess_ns = statistics.median(self._excess_ns)
         deviation_ns = statistics.median(abs(value - excess_ns) for value in self._excess_ns)

@@ -253,9 +253,15 @@ def test_profiled_steps_have_no_delays(tmp_path: Path) -> None:
     assert any(row.get(conventions.INJECTED_METRIC) for row in rows[:38])
 
 
-def test_without_the_option_nothing_is_hooked_and_nothing_is_logged(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("on_outlier", [0, 1])
+def test_without_the_option_nothing_is_hooked_and_nothing_is_logged(
+    tmp_path: Path, on_outlier: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     forward_hooks = torch.nn.modules.module._global_forward_pre_hooks
-    rows = record(tmp_path, 20, steps=None)
+    rows = record(tmp_path, 20, steps=None, on_outlier=on_outlier)
+    assert len(rows) == 20
+    assert capsys.readouterr().err == ""
     assert not any(name.startswith("injected") for row in rows for name in row)
     with Recorder(tmp_path / "off", steps=None, rank=0, world_size=1, device="cpu") as off:
         assert not off._perturbation.is_on
