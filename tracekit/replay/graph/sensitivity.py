@@ -183,7 +183,8 @@ def nodes_at(graph: Graph, place: str, rank: int) -> Ints:
     """The first host call at a place of a rank in each inner step of the window, in order; shape (steps,).
 
     When the first step begins, nothing is queued that could hide a delay; the last one ends before others feel it.
-    Data that is loaded without operators has no call of its own: the place then is the first call of the step.
+    Data that is loaded without operators has no call of its own: the place then is the first call of the step. Without
+    spans of forward, as in a script that was not changed, forward is the first call outside of all phases.
     """
     calls = graph.frame.select(
         "rank", "step", "phase", "start_ns", at=pl.int_range(pl.len(), dtype=pl.Int64), is_host=pl.col("what") == HOST
@@ -195,6 +196,8 @@ def nodes_at(graph: Graph, place: str, rank: int) -> Ints:
         at_place = inner
     else:
         at_place = inner.filter(pl.col("phase") == place)
+        if place == conventions.FORWARD and at_place.is_empty():
+            at_place = inner.filter(pl.col("phase").is_null())
     firsts = at_place.sort("step", "start_ns", "at").unique("step", keep="first", maintain_order=True)
     nodes = firsts["at"].to_numpy()
     return np.asarray(nodes[graph.chain[nodes] >= 0], np.int64)
