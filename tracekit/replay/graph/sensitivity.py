@@ -30,6 +30,8 @@ LIMIT = 0.5
 MIN_TRIALS = 6
 """With fewer, no two of the ordered means have 95% of all intervals between them."""
 
+COLLECTIVE = "collective"
+_SYNC = "sync"
 _NORMAL_QUANTILE = 1.96
 _MOST_SAMPLES = 1000
 _MOST_RANKS = 1 << 24
@@ -171,12 +173,24 @@ def replayed_sensitivity(run: Run, place: str, rank: int, delay_ns: int) -> floa
         places = nodes_at(graph, place, rank)
         for offset in range(min(conventions.TRIAL_STEPS, len(places))):
             nodes = places[offset :: conventions.TRIAL_STEPS]
-            chain_ns = graph.chain_ns.copy()
-            chain_ns[nodes] += delay_ns
-            delayed = dependency_graph.replay(replace(graph, chain_ns=chain_ns))
+            delayed = dependency_graph.replay(with_delays(graph, place, nodes, delay_ns))
             lost_ns += _job_ns(graph, delayed) - _job_ns(graph, graph.replay)
             delay_count += len(nodes)
     return lost_ns / (delay_count * delay_ns) if delay_count and delay_ns else None
+
+
+def with_delays(graph: Graph, place: str, nodes: Ints, delay_ns: int) -> Graph:
+    """Graph with a delay before some host calls.
+
+    On a CPU run, a node that waits for a collective is the call that follows the wait, and so does the delay; before a
+    wait, at the place collective, the collective goes on meanwhile. On a GPU, the node is the waiting call itself.
+    """
+    has_wait_before = place != COLLECTIVE and not graph.on_device
+    is_after_wait = np.isin(nodes, graph.edges.waiting[graph.edges.kind == _SYNC]) & has_wait_before
+    chain_ns = graph.chain_ns.copy()
+    chain_ns[nodes[~is_after_wait]] += delay_ns
+    waiting = nodes[is_after_wait]
+    return replace(graph, chain_ns=chain_ns).with_durations(waiting, graph.own_ns[waiting] + delay_ns)
 
 
 def nodes_at(graph: Graph, place: str, rank: int) -> Ints:
@@ -190,7 +204,7 @@ def nodes_at(graph: Graph, place: str, rank: int) -> Ints:
         "rank", "step", "phase", "start_ns", at=pl.int_range(pl.len(), dtype=pl.Int64), is_host=pl.col("what") == HOST
     ).filter(pl.col("rank") == rank, pl.col("is_host"), pl.col("step").is_not_null())
     inner = calls.filter(pl.col("step") > pl.col("step").min(), pl.col("step") < pl.col("step").max())
-    if place == "collective":
+    if place == COLLECTIVE:
         at_place = inner.filter(pl.col("at").is_in(_waiting_nodes(graph)))
     elif place == conventions.DATA:
         at_place = inner

@@ -5,7 +5,6 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from tracekit.model.source import Source
 from tracekit.model.trace import Trace
 from tracekit.replay.graph import dependency_graph, savings, sensitivity
 
+SAMPLES = Path(__file__).parents[4] / "sample_traces"
 MS = 1_000_000
 DELAY_NS = 2 * MS
 _NAMES = (
@@ -59,10 +59,9 @@ def response_ns(run: Run, place: str, rank: int) -> np.ndarray[Any, np.dtype[np.
     """
     (graph,) = savings.graphs_of(run)
     node = sensitivity.nodes_at(graph, place, rank)[1]
-    chain_ns = graph.chain_ns.copy()
-    chain_ns[node] += DELAY_NS
+    delayed = sensitivity.with_delays(graph, place, np.array([node]), DELAY_NS)
     before = savings.step_durations(graph, graph.replay)
-    after = savings.step_durations(graph, dependency_graph.replay(replace(graph, chain_ns=chain_ns)))
+    after = savings.step_durations(graph, dependency_graph.replay(delayed))
     lost = before.select("rank", "step", lost_ns=after["replayed_ns"] - before["replayed_ns"])
     step = int(graph.frame["step"][int(node)])
     in_step = lost.group_by("rank").agg(
@@ -147,6 +146,22 @@ def test_the_command_shows_the_table_and_says_how_to_record_it(tmp_path: Path) -
     assert [(row["place"], row["rank"], row["trials"]) for row in json.loads(out.read_text())] == [
         ("data", 0, 10), ("data", 1, 10),
     ]  # fmt: skip
+
+
+# A recorded run -------------------------------------------------------------------------------------------------------
+
+
+def test_a_delay_follows_the_wait_of_a_cpu_rank_and_overlaps_it_before_a_collective() -> None:
+    run = tracekit.load(str(SAMPLES / "demo-fsdp2"), cache=False)
+    (graph,) = savings.graphs_of(run)
+    waiting = np.unique(graph.edges.waiting[(graph.edges.kind == "sync") & (graph.edges.waiting < graph.count)])
+    slack_ns = graph.replay.start_ns[waiting] - graph.replay.end_ns[graph.chain[waiting]] - graph.chain_ns[waiting]
+    nodes = waiting[slack_ns > MS][:5]
+    assert len(nodes) == 5
+    for node in nodes:
+        for place, later_ns in (("optimizer", MS // 2), ("collective", 0)):
+            delayed = dependency_graph.replay(sensitivity.with_delays(graph, place, np.array([node]), MS // 2))
+            assert delayed.end_ns[node] - graph.replay.end_ns[node] == later_ns
 
 
 # Logs by hand ---------------------------------------------------------------------------------------------------------
