@@ -128,8 +128,8 @@ class Perturbation:
             self._hooks.append(register_module_forward_pre_hook(self._before_forward))
         if conventions.OPTIMIZER in self._places:
             self._hooks.append(register_optimizer_step_pre_hook(lambda *_: self.reach(conventions.OPTIMIZER)))
-        if "collective" in self._places:
-            collective_waits.call_before_waits(lambda: self.reach("collective"))
+        if conventions.COLLECTIVE_PLACE in self._places:
+            collective_waits.call_before_waits(lambda: self.reach(conventions.COLLECTIVE_PLACE))
 
     def close(self) -> None:
         """Remove the hooks, and inject nothing more."""
@@ -137,7 +137,7 @@ class Perturbation:
         hooks, self._hooks = self._hooks, []
         for hook in hooks:
             hook.remove()
-        if "collective" in self._places:
+        if conventions.COLLECTIVE_PLACE in self._places:
             collective_waits.call_before_waits(None)
 
     @property

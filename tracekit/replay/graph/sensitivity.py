@@ -30,7 +30,6 @@ LIMIT = 0.5
 MIN_TRIALS = 6
 """With fewer, no two of the ordered means have 95% of all intervals between them."""
 
-COLLECTIVE = "collective"
 _SYNC = "sync"
 _NORMAL_QUANTILE = 1.96
 _MOST_SAMPLES = 1000
@@ -185,7 +184,7 @@ def with_delays(graph: Graph, place: str, nodes: Ints, delay_ns: int) -> Graph:
     On a CPU run, a node that waits for a collective is the call that follows the wait, and so does the delay; before a
     wait, at the place collective, the collective goes on meanwhile. On a GPU, the node is the waiting call itself.
     """
-    has_wait_before = place != COLLECTIVE and not graph.on_device
+    has_wait_before = place != conventions.COLLECTIVE_PLACE and not graph.on_device
     is_after_wait = np.isin(nodes, graph.edges.waiting[graph.edges.kind == _SYNC]) & has_wait_before
     chain_ns = graph.chain_ns.copy()
     chain_ns[nodes[~is_after_wait]] += delay_ns
@@ -204,7 +203,7 @@ def nodes_at(graph: Graph, place: str, rank: int) -> Ints:
         "rank", "step", "phase", "start_ns", at=pl.int_range(pl.len(), dtype=pl.Int64), is_host=pl.col("what") == HOST
     ).filter(pl.col("rank") == rank, pl.col("is_host"), pl.col("step").is_not_null())
     inner = calls.filter(pl.col("step") > pl.col("step").min(), pl.col("step") < pl.col("step").max())
-    if place == COLLECTIVE:
+    if place == conventions.COLLECTIVE_PLACE:
         at_place = inner.filter(pl.col("at").is_in(_waiting_nodes(graph)))
     elif place == conventions.DATA:
         at_place = inner
