@@ -35,7 +35,7 @@ _NO_CONNECTION = (1 << 32) - 1
 _STEP = "ProfilerStep#"
 _COPY = re.compile(r"(?i)mem_?cpy|sdma|pcie_?dma")
 _SET = re.compile(r"(?i)mem_?set")
-_CATEGORIES: Mapping[object, str] = {50002: "user_annotation", 50003: "python_function"}
+_CATEGORIES: Mapping[object, str] = {50002: "enqueue", 50003: "python_function"}
 """Types of PYTORCH_API: entries of the task queue, whose other thread makes the CANN calls; Python. Others are ops."""
 _OPERATOR_ARGS = ("sequenceNumber", "fwdThreadId", "inputShapes", "inputDtypes")
 _DEFAULT_GROUP = "default_group"
