@@ -1,20 +1,15 @@
-"""What the recorder costs outside of windows: CPU time and bytes of a step, and instructions where valgrind exists.
+"""What the recorder costs outside of windows: CPU time and bytes of a step.
 
     python -m benchmarks.always_on --out always_on.md
 
 One process on one thread trains the small model of `benchmarks.recording_training`. Stretches of steps with and without
 the recorder alternate, the first of each pair drawn, so that load of the machine falls on both alike; the interval of
-the ratio of their CPU times is by bootstrap over pairs. So is the CPU time of its calls.
-Instructions are the difference of two processes with different numbers of calls under valgrind.
+the ratio of their CPU times is by bootstrap over pairs. The CPU time of its calls is measured too.
 """
 
 import argparse
-import os
 import random
-import re
-import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,30 +22,18 @@ from tracekit.capture import Recorder
 
 _RESAMPLES = 2000
 _STRETCH_STEPS = 10
-_CALLS = (200, 1200)
-_ROOT = Path(__file__).parents[1]
-_CALLING = """
-import sys
-from tracekit.capture import Recorder
-with Recorder(sys.argv[1], steps=None, on_outlier=4, device="cpu") as recorder:
-    for step in range(int(sys.argv[2])):
-        recorder.step({"loss": 1.0}, tokens=128)
-"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the table as Markdown and write it; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.always_on", description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=100, help="pairs of stretches (default: 100)")
-    parser.add_argument("--instructions", action="store_true", help="count instructions too: some minutes")
     parser.add_argument("--out", type=Path, help="write the table to this file too")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="always-on-") as folder:
         plain_ns, recorded_ns, calls_ns = measure(Path(folder), options.pairs)
         step_bytes = bytes_per_step(Path(folder))
     lines = [results.machine_description(), *table(plain_ns, recorded_ns, calls_ns, step_bytes)]
-    if options.instructions:
-        lines.append(f"| instructions of the calls | {_instructions()} |")
     text = "\n".join(lines) + "\n"
     print(text)
     if options.out is not None:
@@ -137,30 +120,6 @@ def _ratio(plain_ns: Sequence[int], recorded_ns: Sequence[int]) -> float:
 
 def _percent(ratio: float) -> str:
     return f"{100 * ratio:+.2f}%"
-
-
-def _instructions() -> str:
-    """Instructions of a call, as text: by valgrind, or that there is none."""
-    if shutil.which("valgrind") is None:
-        return "not counted: no valgrind"
-    counts = [_instructions_of(calls) for calls in _CALLS]
-    per_call = (counts[1] - counts[0]) / (_CALLS[1] - _CALLS[0])
-    return f"{per_call / 1e3:,.0f} thousand a step (valgrind)"
-
-
-def _instructions_of(calls: int) -> int:
-    """Instructions of a process that records so many empty steps. Raises RuntimeError if valgrind states none."""
-    environment = {**os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
-    with tempfile.TemporaryDirectory(prefix="always-on-") as folder:
-        command = ["valgrind", "--tool=callgrind", f"--callgrind-out-file={folder}/out"]
-        done = subprocess.run(
-            [*command, sys.executable, "-c", _CALLING, f"{folder}/run", str(calls)],
-            env=environment, stderr=subprocess.PIPE, text=True, check=False,
-        )  # fmt: skip
-    match = re.search(r"Collected : (\d+)", done.stderr)
-    if match is None:
-        raise RuntimeError(f"valgrind counted nothing: {done.stderr[-500:]}")
-    return int(match[1])
 
 
 if __name__ == "__main__":

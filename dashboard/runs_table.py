@@ -15,12 +15,13 @@ from tracekit.model.schema import ColumnTypes
 from tracekit.rules.report_entry import Summary
 from tracekit.rules.rule import Severity
 
-UNCHECKED, GOOD, BROKEN, QUALITY_ISSUES = "not checked", "good", "cannot be opened", "data issues"
+UNCHECKED, GOOD, BROKEN, QUALITY_ISSUES = "not checked", "good", "unreadable", "data issues"
 FAILED = "check failed"
 CANNOT_JUDGE = "cannot judge"
-SNAPSHOT = "memory snapshot"
+SNAPSHOT = "snapshot"
 NO_TRACE_YET = "no trace yet"
 SEVERITIES = tuple(severity.label for severity in sorted(Severity)[::-1])
+# Each fits into the column: of longer ones a window of 800 pixels shows the first part.
 VERDICTS = (*SEVERITIES, GOOD, CANNOT_JUDGE, QUALITY_ISSUES, UNCHECKED, FAILED, SNAPSHOT, NO_TRACE_YET, BROKEN)
 """The verdict of a run: the severity of its worst finding, data quality aside, or why there is none."""
 UNKNOWN = "unknown"

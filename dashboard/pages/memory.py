@@ -64,6 +64,16 @@ def show(run: OpenRun) -> None:
         widgets.problem(str(error))
 
 
+_lack_of_saves = lack_of(tables.SAVES, HOW_TO_RECORD_SAVES)
+
+
+def _lack_of_memory(run: OpenRun) -> str:
+    """Why a run has no memory to show, '' where it has, or where nothing else on the page is recorded either."""
+    if run.headline(headlines.memory) is not None or memory.snapshots(run):
+        return ""
+    return "" if _lack_of_saves(run) and _lack_of_attempts(run) else HOW_TO_RECORD
+
+
 def show_snapshots(entry: RunEntry) -> None:
     """Let a person pick a memory snapshot of a run without traces, and draw it."""
     try:
@@ -300,8 +310,8 @@ PAGE = Page.described_by(
     "memory",
     families=("MEM", "CKPT"),
     tabs=(
-        Tab("memory", show, headlines.memory),
-        Tab("checkpoints", show_checkpoints, headlines.checkpoints, lack_of(tables.SAVES, HOW_TO_RECORD_SAVES)),
+        Tab("memory", show, headlines.memory, _lack_of_memory),
+        Tab("checkpoints", show_checkpoints, headlines.checkpoints, _lack_of_saves),
         Tab("goodput", show_goodput, headlines.goodput, _lack_of_attempts),
     ),
     show_snapshots=show_snapshots,

@@ -59,6 +59,7 @@ def identify(
     issues = [
         QualityIssue("damaged_archive", problem, a.path, affected_ratio=1.0) for a in opened for problem in a.problems
     ]
+    files, rank_of_folder = trace_files.without_profiler_infos(files)
     files, named_count = _possible(files), sum(not file.is_neighbor for file in files)
     traces: list[TraceFile] = []
     companions: list[TraceFile] = []
@@ -70,6 +71,7 @@ def identify(
         else:
             reader, infos = header
             file_traces = [TraceFile(file, reader, info, _job(file, info, manifest_folders)) for info in infos]
+            file_traces = [trace_files.with_profiler_rank(t, rank_of_folder) for t in file_traces]
             (companions if reader.is_companion else traces).extend(file_traces)
         if on_progress:
             on_progress(done, len(files))

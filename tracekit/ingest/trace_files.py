@@ -12,6 +12,7 @@ from tracekit.ingest.readers.reader import Reader, TraceInfo
 from tracekit.model.environment import DEVICE
 from tracekit.model.manifest import MAX_RANKS
 
+_PROFILER_INFO = re.compile(r"profiler_info(?:_(?P<rank>\d{1,7}))?\.json|profiler_metadata\.json")
 _RANK_WORD = re.compile(
     r"(?:(?<![a-z])(?P<axis>local|node|group|[tdpcesmvz]p|data|model|pipeline|tensor|expert|context|sequence|replica|shard)"
     r"[-_]?)?(?:rank|worker)[-_]?(?P<number>\d+)(?!\d)",
@@ -72,6 +73,24 @@ def word_rank(file: File) -> int | None:
             number = match["number"]
             return int(number) if len(number) < 8 and int(number) < MAX_RANKS else None
     return None
+
+
+def without_profiler_infos(files: Sequence[File]) -> tuple[Sequence[File], dict[str, int]]:
+    """Files without those in which Ascend's profiler describes a recording, and the rank that each states, by folder.
+
+    It writes `profiler_info_RANK.json` beside or above the folder of its `trace_view.json`.
+    """
+    infos = {file: match for file in files if (match := _PROFILER_INFO.fullmatch(file.name)) is not None}
+    ranks = {file.folder: int(match["rank"]) for file, match in infos.items() if match["rank"]}
+    others = [file for file in files if file not in infos]
+    return others or files, {folder: rank for folder, rank in ranks.items() if rank < MAX_RANKS}
+
+
+def with_profiler_rank(t: TraceFile, rank_of_folder: Mapping[str, int]) -> TraceFile:
+    """The trace with the rank that Ascend's profiler states beside it or above, if it has none itself."""
+    folders = (t.file.folder, t.file.folder.rpartition("/")[0])
+    rank = next((rank_of_folder[folder] for folder in folders if folder in rank_of_folder), None)
+    return t if rank is None or t.info.rank is not None else replace(t, info=replace(t.info, rank=rank))
 
 
 def first_paths(paths: Sequence[str]) -> str:

@@ -364,7 +364,7 @@ def _issuer_fix(run: Run, calls: pl.DataFrame) -> str:
 _LARGE_BYTES = 4 << 20  # smaller messages measure latency
 _SLOW_FIX = (
     " Find out first why links are this slow: NCCL_DEBUG=INFO shows the transport (NET/Socket instead of NET/IB, SHM "
-    "instead of P2P), nvidia-smi topo -m or rocm-smi --showtopo the links, nccl-tests or rccl-tests their speed; unset "
+    "instead of P2P), nvidia-smi topo -m the links, nccl-tests their speed; unset "
     "NCCL_P2P_DISABLE and NCCL_IB_DISABLE."
 )
 

@@ -22,36 +22,33 @@ from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, large
 
 _EVIDENCE_ROWS = 40
 _SHARED = (
-    "See which processes use the GPU: nvidia-smi, nvidia-smi pmon (rocm-smi --showpids on AMD). Give the job the GPU "
-    "alone: nvidia-smi -c EXCLUSIVE_PROCESS, or one pod per GPU without time-slicing replicas. Processes that must "
-    "share it run at the same time under MPS, and apart in MIG instances. If there is no other process, see what "
-    "throttles the GPU: nvidia-smi -q -d PERFORMANCE."
+    "See which processes use the GPU: nvidia-smi pmon -c 1. Give the job the GPU alone: nvidia-smi -c "
+    "EXCLUSIVE_PROCESS, or one pod per GPU without time-slicing replicas. Processes that must share it run at the same "
+    "time under MPS, and apart in MIG instances. If there is no other process, see what throttles the GPU: nvidia-smi "
+    "-q -d PERFORMANCE."
 )
 _UNKNOWN = (
     "Record with enable_cuda_sync_events=True and look at what runs before these kernels: a host function "
     "(cudaLaunchHostFunc), a stream memory operation or an event of another process is a wait of the program. Lost "
     "kernels of CUDA graphs look the same: record without graphs. If neither applies, look for another process on the "
-    "GPU (nvidia-smi)."
+    "GPU (nvidia-smi pmon -c 1)."
 )
 _GAPS = (
-    "Record again without other tools that watch kernels (counters of Nsight Compute or rocprof, compute-sanitizer, "
-    "cuda-gdb, MPS with other processes on the GPU): each can delay every kernel. Compare with the time of a step "
+    "Record again without what else can delay every kernel: counters of a kernel profiler, a memory checker, a "
+    "debugger, other processes on the GPU (nvidia-smi pmon -c 1). Compare with the time of a step "
     "without a profiler: if it is shorter by as much, the profiler causes it. Otherwise launch fewer kernels: "
     "torch.compile, fused optimizers and norms, larger batches; CUDA graphs shorten the time between kernels."
 )
 _FIX = (
-    "See why the clock drops: nvidia-smi -q -d PERFORMANCE,CLOCK,POWER,TEMPERATURE (rocm-smi -a on AMD). Improve "
-    "cooling, raise the power limit (nvidia-smi -pl), or lock a clock that all GPUs can sustain (nvidia-smi -lgc)."
+    "See why the clock drops: nvidia-smi -q -d PERFORMANCE,CLOCK,POWER,TEMPERATURE. Improve cooling, raise the power "
+    "limit (nvidia-smi -pl), or lock a clock that all GPUs can sustain (nvidia-smi -lgc)."
 )
 _WHILE_FIX = (
     "Find what else runs at that time: a save or an evaluation in the background, copies, another process "
     "(nvidia-smi pmon), or a clock that drops meanwhile (nvidia-smi -q -d PERFORMANCE). In the same part of every "
     "step, compare what is particular there: layout and alignment of its tensors, what runs on other streams."
 )
-_OTHER_FIX = (
-    "The clock does not fall, so look for other work on the device: nvidia-smi pmon -c 1 and "
-    "nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv list its processes (rocm-smi --showpids on AMD)."
-)
+_OTHER_FIX = "The clock does not fall, so look for other work on the device: nvidia-smi pmon -c 1 lists its processes."
 _CONFIDENCES = {True: 0.9, None: 0.7, False: 0.4}
 _LOWER = 0.97
 """A clock below this share of what it was before has fallen."""

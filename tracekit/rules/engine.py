@@ -7,6 +7,7 @@ from pathlib import Path
 
 import polars as pl
 
+from tracekit.analysis.parallelism import workload
 from tracekit.analysis.quality import contents, trace_quality
 from tracekit.analysis.time import breakdown
 from tracekit.conventions import VERSION, regular_files
@@ -16,7 +17,7 @@ from tracekit.model.run import OnTrace, Run, require_run
 from tracekit.model.source import Source
 from tracekit.model.trace import TraceFact
 from tracekit.replay.graph import dependency_graph, representative_ranks
-from tracekit.rules import cost_attribution, roles, unreported_causes
+from tracekit.rules import cost_attribution, device_commands, roles, unreported_causes
 from tracekit.rules.registry import all_rules
 from tracekit.rules.rule import (
     TIMED_FAMILIES,
@@ -70,7 +71,7 @@ _IDLE_CODES = ("MEM001", "MEM002")
 _UNCERTAIN = 0.3
 
 FACTS: tuple[TraceFact, ...] = (
-    trace_quality.data_quality, trace_quality.cut_steps, contents.contents, breakdown.by_step,
+    trace_quality.data_quality, trace_quality.cut_steps, contents.contents, breakdown.by_step, workload.marks,
 )  # fmt: skip
 OnRule = Callable[[int, int, Sequence[Finding]], None]
 """Receives how many rules have judged, how many will, and the findings of the last one, before they are priced."""
@@ -148,7 +149,8 @@ def check(
     graded = replace(graded, findings=sort_findings([*graded.findings, *unreported]))
     wholes = {rule.code: rule.part_of for rule in selected if rule.part_of}
     parts = _parts(graded.findings, wholes)
-    return name_iterations(replace(graded, findings=tuple(roles.with_consequences(run, parts))))
+    whole = replace(graded, findings=tuple(roles.with_consequences(run, parts)))
+    return device_commands.name_commands(name_iterations(whole))
 
 
 def _parts(findings: Sequence[Finding], wholes: Mapping[str, str]) -> Iterator[Finding]:

@@ -192,7 +192,7 @@ _OVERLAP = (
 
 _SLOW = (
     "Find out why the links are slow: NCCL_DEBUG=INFO shows the transport (SHM or NET instead of P2P), nvidia-smi "
-    "topo -m or rocm-smi --showtopo the links, nccl-tests or rccl-tests (all_reduce_perf) their speed. On machines "
+    "topo -m the links, nccl-tests (all_reduce_perf) their speed. On machines "
     "without NVLink or Infinity Fabric use pipeline or data parallelism instead of tensor parallelism."
 )
 

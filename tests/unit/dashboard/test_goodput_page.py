@@ -48,3 +48,16 @@ def test_without_an_attempts_log_the_page_says_what_writes_one():
     shown = page("memory", RUN, tab="goodput")
     assert not shown.exception
     assert any("has no attempts log" in caption.value for caption in shown.caption)
+
+
+def test_a_run_without_memory_opens_with_its_saves():
+    shown = page("memory", ROOT / "sample_traces" / "faults" / "slow-disk")
+    assert not shown.exception
+    assert any("no memory events" in caption.value for caption in shown.caption)
+    assert "save" in html_of(shown).lower()
+
+
+def test_a_run_without_any_of_these_says_how_to_record_memory():
+    shown = page("memory", RUN)
+    assert not shown.exception
+    assert any("no memory events" in info.value for info in shown.info)

@@ -59,7 +59,7 @@ def test_a_configuration_next_to_them_is_not_taken_for_a_trace(folder, tmp_path)
     (tmp_path / "torch.json").write_text('{"torch": "2.13.0"}')
     entry = run_catalog.Catalog((str(tmp_path),)).listing().entries[0]
     assert (entry.files, entry.snapshots) == (0, 1)
-    assert runs_table.verdict(entry) == "memory snapshot"
+    assert runs_table.verdict(entry) == runs_table.SNAPSHOT
     assert runs_table.table([entry])["open"].to_list() == [f"./memory?run={entry.name}"]
     (tmp_path / "torch.json").write_text('{"schemaVersion": 1, "traceEvents": []}')
     assert run_catalog.Catalog((str(tmp_path),)).listing().entries[0].files == 1

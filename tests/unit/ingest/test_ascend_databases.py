@@ -4,10 +4,11 @@ import gzip
 import json
 from pathlib import Path
 
+import polars as pl
 import pytest
 
 import tracekit
-from tests.support import ascend_files
+from tests.support import ascend_files, kineto_files
 from tests.support.ascend_files import BASE_NS
 from tracekit.analysis.time import breakdown
 from tracekit.errors import BadTraceError
@@ -33,7 +34,7 @@ def test_tasks_collectives_and_their_launches_are_read(tmp_path):
     assert work["kind"].to_list() == ["memcpy", "compute", "communication"] * 2
     assert work["start_ns"].to_list()[:3] == [BASE_NS + at for at in (40_000, 100_000, 500_000)]
     assert work["dur_ns"].to_list()[:3] == [50_000, 400_000, 300_000]
-    launches = trace.ops.filter(kind="runtime")
+    launches = trace.ops.filter(pl.col("kind") == "runtime", pl.col("name") != "Enqueue")
     assert launches["name"].to_list()[:3] == ["aclrtMemcpyAsync", "aclnnMm_MatMulV3", "hcom_allReduce_"]
     assert set(work["launch_id"]) == set(launches["id"])
     (product,) = trace.ops.filter(name="aten::mm").head(1).to_dicts()
@@ -167,3 +168,25 @@ def _of_trace_view(events):
             kind = {"cpu_op": 50001}.get(event.get("cat"), 50002)
             tables["PYTORCH_API"].append(times | thread | name | {"type": kind})
     return drawing
+
+
+def test_ranks_are_those_that_the_profiler_states_beside_trace_view(tmp_path):
+    for place, rank in enumerate((1, 0)):
+        folder = tmp_path / f"host_{4000 + place}_2026_ascend_pt"
+        (folder / "ASCEND_PROFILER_OUTPUT").mkdir(parents=True)
+        document = {**kineto_files.trace(rank, steps=2), "distributedInfo": {}}
+        kineto_files.write(folder / "ASCEND_PROFILER_OUTPUT" / "trace_view.json", document)
+        (folder / f"profiler_info_{rank}.json").write_text("{}")
+        (folder / "profiler_metadata.json").write_text("{}")
+    run = load(tmp_path)
+    assert {source.rank: Path(source.path).parts[-3] for source in run.sources} == {
+        0: "host_4001_2026_ascend_pt",
+        1: "host_4000_2026_ascend_pt",
+    }
+    assert not {"rank_guessed", "not_a_trace"} & set(run.data_quality["kind"])
+
+
+def test_a_description_alone_is_no_trace(tmp_path):
+    (tmp_path / "profiler_info_0.json").write_text('{"config": {}}')
+    with pytest.raises(BadTraceError):
+        load(tmp_path)

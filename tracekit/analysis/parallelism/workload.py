@@ -22,7 +22,17 @@ class Program(StrEnum):
     OTHER = "other"
 
 
-COLUMNS = schema.columns("host_ops training_marks compiled_kernels graph_launches torch_marks gpu_launches")
+class Vendor(StrEnum):
+    """Whose devices ran the work, by the calls that launched it; NVIDIA where that is not known."""
+
+    NVIDIA = "NVIDIA"
+    AMD = "AMD"
+    ASCEND = "Ascend"
+
+
+COLUMNS = schema.columns(
+    "host_ops training_marks compiled_kernels graph_launches torch_marks gpu_launches hip_calls cann_calls"
+)
 # Autograd nodes, optimizers, dropout that drops; and kernels of gradients, since a CUDA graph leaves only kernels.
 _TRAINING = (
     r"(?i)autograd::|backward|optimizer|bwd|dgrad|wgrad|adam|lamb_|multi_tensor|_foreach_|"
@@ -42,6 +52,7 @@ _OF_NSIGHT = "nsight_systems_version"
 _GRAPH_LAUNCH = r"^(cuda|hip|cu)GraphLaunch"
 _GPU_LAUNCH = r"^(cuda|hip|cu)([A-Z]\w*)?Launch"
 """Launches by the runtimes that have graphs; those of NPUs and other accelerators have names of their own."""
+_HIP_CALL, _CANN_CALL = r"^hip[A-Z]", r"^(aclrt|aclnn|acl)[A-Z]|^hcom_|^AscendCL@"
 
 DDP, FSDP1, FSDP2, YAFSDP = (
     strategy.name for strategy in (strategies.DDP, strategies.FSDP1, strategies.FSDP2, strategies.YAFSDP)
@@ -59,8 +70,8 @@ def marks(trace: Trace) -> pl.DataFrame:
     """Number of dispatcher ops on the host, and of slices and kernels that only training has.
 
     Columns COLUMNS: also how many slices and kernels are of torch.compile (compiled_kernels) or of PyTorch at all
-    (torch_marks, at least 1
-    unless Nsight Systems recorded), how many graphs were launched, and how many launches CUDA or HIP did; one row.
+    (torch_marks, at least 1 unless Nsight Systems recorded), how many graphs were launched, how many launches CUDA or
+    HIP did, and how many calls are HIP's (AMD) or CANN's (Ascend); one row.
     """
     in_phase = int(sum(trace_columns.is_phase(trace, phase).sum() for phase in ("backward", "optimizer")))
     reduced = int((trace.collectives["op"] == "reduce_scatter").sum())
@@ -70,6 +81,7 @@ def marks(trace: Trace) -> pl.DataFrame:
     )
     is_of_pytorch = int(_OF_NSIGHT not in trace.header)
     graphs = int(trace_columns.is_named(trace, _GRAPH_LAUNCH).sum())
+    hip_calls, cann_calls = (int(trace_columns.is_named(trace, pattern).sum()) for pattern in (_HIP_CALL, _CANN_CALL))
     row = (
         int(trace_columns.is_kind(trace, "cpu_op").sum()),
         in_phase + training + reduced,
@@ -77,6 +89,8 @@ def marks(trace: Trace) -> pl.DataFrame:
         graphs,
         of_torch + is_of_pytorch,
         int(trace_columns.is_named(trace, _GPU_LAUNCH).sum()),
+        hip_calls,
+        cann_calls,
     )
     return pl.DataFrame([row], schema=COLUMNS, orient="row")
 
@@ -94,6 +108,14 @@ def launches_graphs(run: Run) -> bool:
 def can_use_graphs(run: Run) -> bool:
     """Return whether a run launches kernels by CUDA or HIP, which have graphs."""
     return bool(run.table(marks)["gpu_launches"].sum())
+
+
+def vendor(run: Run) -> Vendor:
+    """Vendor of the devices of a run."""
+    totals = run.table(marks).sum()
+    if totals["hip_calls"].item():
+        return Vendor.AMD
+    return Vendor.ASCEND if totals["cann_calls"].item() else Vendor.NVIDIA
 
 
 def is_inference(run: Run) -> bool:

@@ -11,7 +11,6 @@ from typing import Any
 from tracekit.conventions import log_parts
 from tracekit.conventions import perfetto as perfetto_conventions
 from tracekit.ingest.readers import foreign_formats
-from tracekit.ingest.readers.ascend import AscendDatabases
 from tracekit.ingest.readers.dftracer import DFTracerLogs
 from tracekit.ingest.readers.execution_trace import ExecutionTraces
 from tracekit.ingest.readers.kineto.format import KinetoTraces
@@ -61,6 +60,24 @@ class NsightExports(_BinaryFormat):
     def sniff(self, head: bytes, name: str) -> bool:  # noqa: ARG002
         """Return whether a file is a SQLite database with the table of texts that all exports have."""
         return head.startswith(b"SQLite format 3\0") and b"StringIds" in head
+
+
+class AscendDatabases(_BinaryFormat):
+    """Reads the SQLite files of Ascend PyTorch Profiler and msprof: one rank."""
+
+    name = "Ascend PyTorch Profiler database (SQLite)"
+    suffixes = (".db",)
+    contents = "operators, CANN calls, tasks, copies and collectives of a rank on NPUs, its steps and mstx ranges"
+    is_log = True  # the profiler may write trace_view.json beside it, with the same events
+    package = "ascend"
+
+    def has_name(self, name: str) -> bool:
+        """Return whether a file in a folder has a name that the profilers give; other databases may lie there."""
+        return name.endswith(".db") and name.startswith(("ascend_pytorch_profiler", "msprof_"))
+
+    def sniff(self, head: bytes, name: str) -> bool:  # noqa: ARG002
+        """Return whether a file is a SQLite database with the tables of texts and tasks."""
+        return head.startswith(b"SQLite format 3\0") and b"STRING_IDS" in head and b"TASK" in head
 
 
 class XPlaneProfiles(_BinaryFormat):

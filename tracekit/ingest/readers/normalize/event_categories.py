@@ -12,6 +12,8 @@ KINDS = {
     "gpu_memset": 10, "memset": 10, "collective_comm": 11,
     "cuda_sync": 15, "trace": 16, "gpu_user_annotation": 16, "cuda_event": 16, "cuda_profiler_range": 16,
     "external_correlation": 16, "gpu_pm_counter": 16, "mtia_insight": 16, "cpu_instant_event": 16, "mtia_counters": 16,
+    # Ascend's torch_npu: the queue of tasks, whose other thread makes the calls.
+    "enqueue": 2, "dequeue": 2,
     # AMD's rocprofv3: source/include/rocprofiler-sdk/cxx/perfetto.hpp
     "hsa_api": 2, "rccl_api": 2, "marker_api": 1, "kernel_dispatch": 8, "memory_copy": 9,
 }  # fmt: skip

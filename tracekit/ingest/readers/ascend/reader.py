@@ -22,7 +22,7 @@ from tracekit.ingest.readers.normalize.columns import ColumnBuilder
 from tracekit.ingest.readers.normalize.events import Args, Event, Slice
 from tracekit.ingest.readers.normalize.sqlite_tables import Database
 from tracekit.ingest.readers.normalize.trace import build_trace
-from tracekit.ingest.readers.reader import Reader, TraceInfo
+from tracekit.ingest.readers.reader import TraceInfo
 from tracekit.model import schema, units
 from tracekit.model.manifest import MAX_RANKS
 from tracekit.model.trace import Trace
@@ -35,7 +35,7 @@ _NO_CONNECTION = (1 << 32) - 1
 _STEP = "ProfilerStep#"
 _COPY = re.compile(r"(?i)mem_?cpy|sdma|pcie_?dma")
 _SET = re.compile(r"(?i)mem_?set")
-_CATEGORIES: Mapping[object, str] = {50002: "user_annotation", 50003: "python_function"}
+_CATEGORIES: Mapping[object, str] = {50002: "enqueue", 50003: "python_function"}
 """Types of PYTORCH_API: entries of the task queue, whose other thread makes the CANN calls; Python. Others are ops."""
 _OPERATOR_ARGS = ("sequenceNumber", "fwdThreadId", "inputShapes", "inputDtypes")
 _DEFAULT_GROUP = "default_group"
@@ -49,49 +49,32 @@ _DTYPES: Mapping[object, str] = {
 _START = "CAST(startNs AS INTEGER)"
 
 
-class AscendDatabases(Reader):
-    """Reads the SQLite files of Ascend PyTorch Profiler and msprof: one rank."""
+def traces(path: str) -> Sequence[TraceInfo]:
+    """Return the trace of the rank. Raises BadTraceError if the file is damaged, or has no task and no operator."""
+    with sqlite_tables.open_database(path) as database:
+        profile = _Profile(database)
+        start_ns = profile.start_ns()
+        if start_ns is None:
+            raise BadTraceError(
+                f"{path}: this database has no operator and no task on an NPU; record it with "
+                "torch_npu.profiler, or msprof --type=db"
+            )
+        return [TraceInfo(rank=profile.rank, world_size=profile.world_size, start_ns=start_ns)]
 
-    name = "Ascend PyTorch Profiler database (SQLite)"
-    suffixes = (".db",)
-    contents = "operators, CANN calls, tasks, copies and collectives of a rank on NPUs, its steps and mstx ranges"
-    is_log = True  # the profiler may write trace_view.json beside it, with the same events
 
-    def has_name(self, name: str) -> bool:
-        """Return whether a file in a folder has a name that the profilers give; other databases may lie there."""
-        return name.endswith(".db") and name.startswith(("ascend_pytorch_profiler", "msprof_"))
-
-    def sniff(self, head: bytes, name: str) -> bool:  # noqa: ARG002
-        """Return whether a file is a SQLite database with the tables of texts and tasks."""
-        return head.startswith(sqlite_tables.MAGIC) and b"STRING_IDS" in head and b"TASK" in head
-
-    def traces(self, path: str, head: bytes, *, is_complete: bool = True) -> Sequence[TraceInfo]:  # noqa: ARG002
-        """Return the trace of the rank. Raises BadTraceError if the file is damaged, or has no task and no operator."""
-        if not is_complete:
-            return [TraceInfo()]
-        with sqlite_tables.open_database(path) as database:
-            profile = _Profile(database)
-            start_ns = profile.start_ns()
-            if start_ns is None:
-                raise BadTraceError(
-                    f"{path}: this database has no operator and no task on an NPU; record it with "
-                    "torch_npu.profiler, or msprof --type=db"
-                )
-            return [TraceInfo(rank=profile.rank, world_size=profile.world_size, start_ns=start_ns)]
-
-    def read(self, path: str, info: TraceInfo, *, rank: int, window: int) -> Trace:  # noqa: ARG002
-        """Return the trace. Raises BadTraceError if the file is damaged."""
-        with sqlite_tables.open_database(path) as database:
-            profile = _Profile(database)
-            profile.base_ns = profile.start_ns() or 0
-            builder = ColumnBuilder(has_several_ranks=False)
-            slices = profile.slices()
-            while batch := list[Event](islice(slices, _BATCH)):
-                builder.add(batch)
-            builder.finish()
-            header = profile.header(rank)
-            issues = pl.DataFrame(list(profile.issues()), schema.DATA_QUALITY.schema, orient="row")
-        return build_trace(event_tables.of_columns(builder, header), path, rank=rank, window=window, further=issues)
+def read(path: str, info: TraceInfo, *, rank: int, window: int) -> Trace:  # noqa: ARG001  as other readers
+    """Return the trace. Raises BadTraceError if the file is damaged."""
+    with sqlite_tables.open_database(path) as database:
+        profile = _Profile(database)
+        profile.base_ns = profile.start_ns() or 0
+        builder = ColumnBuilder(has_several_ranks=False)
+        slices = profile.slices()
+        while batch := list[Event](islice(slices, _BATCH)):
+            builder.add(batch)
+        builder.finish()
+        header = profile.header(rank)
+        issues = pl.DataFrame(list(profile.issues()), schema.DATA_QUALITY.schema, orient="row")
+    return build_trace(event_tables.of_columns(builder, header), path, rank=rank, window=window, further=issues)
 
 
 class _Profile:

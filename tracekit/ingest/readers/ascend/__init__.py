@@ -1,0 +1,1 @@
+"""Databases of Ascend PyTorch Profiler and msprof."""
