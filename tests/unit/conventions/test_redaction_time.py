@@ -14,7 +14,26 @@ LENGTH = 20_000
 """A quadratic pattern such as `\\w+\\s*=` takes 4 s for such a run, linear ones up to 0.8 s."""
 MAX_CPU_S = 2.5
 BEGINNINGS = ("", "<", "name=", "://", "a(", "\\", "'", "password=", '<key="a" ')
-REPEATED = ("a", "a.", "aA1", "-", "\\", "<", "'", '\\"', "://", " ", "\n", "{", "a=", "key=", "user=", "[a]", "@a")
+REPEATED = (
+    "a",
+    "a.",
+    "aA1",
+    "-",
+    "\\",
+    "<",
+    "'",
+    '\\"',
+    "://",
+    " ",
+    "\n",
+    "{",
+    "a=",
+    "key=",
+    "user=",
+    "[a]",
+    "@a",
+    ":",
+)
 # Each is only used at a place that another pattern found, or of a whole text, where one attempt takes as long as it is.
 FIXED_PLACE = ("_QUOTED", "_DISTINCTIVE", "_WORD_AND_NUMBER", "_COLON", "_COMMA")
 PATTERNS = [
@@ -38,6 +57,12 @@ def test_a_pattern_searches_long_runs_in_linear_time(module, name):
         text = repeated * (LENGTH // len(repeated))
         text = text if isinstance(pattern.pattern, str) else text.encode()
         assert _cpu_s(lambda text=text: list(pattern.finditer(text))) < MAX_CPU_S, repeated
+
+
+@pytest.mark.parametrize("repeated", [b":", b"a:", b"1:", b"::1 ", b"f"])
+def test_addresses_are_found_in_linear_time(repeated):
+    text = repeated * (3 * LENGTH // len(repeated))
+    assert _cpu_s(lambda: list(secrets._ipv6_addresses(text))) < MAX_CPU_S
 
 
 @pytest.mark.parametrize("beginning", others_in_accuracy(BEGINNINGS, ["", "password=", '<key="a" ']))
