@@ -7,11 +7,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import Any, BinaryIO, TextIO
 
 import torch
 
 from tracekit import conventions
+from tracekit.capture import notices
 from tracekit.conventions import log_parts, regular_files
 
 _MOST_PENDING = 64
@@ -86,6 +87,7 @@ class MetricsLog:
         self._closed_count = len(log_parts.closed_parts(path.name, lambda name: path.with_name(name).exists()))
         self._pending: deque[Mapping[str, Number]] = deque()
         self._collected: list[dict[str, float | None]] = []
+        self._no_numbers: set[str] = set()
         self._written_s = time.monotonic()
 
     def collect(self) -> None:
@@ -96,9 +98,9 @@ class MetricsLog:
                 return
             self._collect_oldest()
 
-    def add(self, row: Mapping[str, Number]) -> None:
-        """Add a row."""
-        self._pending.append(row)
+    def add(self, row: Mapping[str, Number | torch.Tensor]) -> None:
+        """Add a row. A tensor of one element is copied from its device; its value is read a step later."""
+        self._pending.append({name: _without_tensor(value) for name, value in row.items()})
         if time.monotonic() - self._written_s > conventions.METRICS_WRITE_S:
             self._write()
 
@@ -117,7 +119,20 @@ class MetricsLog:
         os.close(null)
 
     def _collect_oldest(self) -> None:
-        self._collected.append({name: _number(value) for name, value in self._pending.popleft().items()})
+        self._collected.append({name: self._number(name, value) for name, value in self._pending.popleft().items()})
+
+    def _number(self, name: str, value: Any) -> float | None:
+        """Value of a metric; None for what is no number, of which one line on stderr tells."""
+        number = _number(value)
+        if number is None or type(number) is int or type(number) is float:
+            return number
+        try:
+            return float(number)  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            if name not in self._no_numbers:
+                self._no_numbers.add(name)
+                notices.notify(f"the metric {name} is a {type(number).__name__}, no number: it is recorded as null")
+            return None
 
     def _write(self) -> None:
         rows, self._collected = self._collected, []
@@ -261,7 +276,14 @@ class StepTimer:
         return event
 
 
-def _number(value: Number) -> float | None:
+def _without_tensor(value: Number | torch.Tensor) -> Any:
+    """A metric as it is now: the program may overwrite a tensor before its value is read."""
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        return value
+    return float(value.detach()) if value.device.type == "cpu" else PendingScalar(value)
+
+
+def _number(value: Any) -> object:
     if isinstance(value, Pending):
         return value.value()
     return value() if callable(value) else value

@@ -296,14 +296,18 @@ class Recorder:
         self._data_wait_ns = (self._data_wait_ns or 0) + wait_ns
 
     def step(
-        self, metrics: Mapping[str, Number] | None = None, *, tokens: int | None = None, last: bool = False
+        self,
+        metrics: Mapping[str, Number | torch.Tensor] | None = None,
+        *,
+        tokens: int | None = None,
+        last: bool = False,
     ) -> None:
         """End an optimizer step: log its metrics and move the profiler on.
 
         `tokens`, those of all ranks in this step, become tokens_per_second (of all ranks) and
-        tokens_per_second_per_gpu. A metric may be a function: it is called at the end of the next step, or of the
-        recording, in that step's time: it may wait for the device. Writing a trace counts in no step's time. No
-        further step is marked in the trace after the `last` one.
+        tokens_per_second_per_gpu. A metric may be a tensor of one element, or a function: it is called at the end of
+        the next step, or of the recording, in that step's time: it may wait for the device. Writing a trace counts in
+        no step's time. No further step is marked in the trace after the `last` one.
 
         On a GPU the step's time is the device's, and a window begins once the device has done what is queued.
         """
