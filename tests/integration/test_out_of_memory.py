@@ -3,7 +3,9 @@
 import contextlib
 import json
 import shutil
+from dataclasses import replace
 
+import polars as pl
 import pytest
 
 from tests.support import cli_runner
@@ -13,6 +15,7 @@ from tracekit.ingest.readers import memory_snapshots
 from tracekit.replay.allocator import out_of_memory, playback
 from tracekit.replay.allocator.model import OutOfMemory
 from tracekit.replay.allocator.settings import Settings
+from tracekit.report import memory as memory_report
 
 STACK = [
     frame("at::_ops::mm::call(at::Tensor const&)") | {"filename": "??"},
@@ -227,3 +230,16 @@ def test_the_last_iteration_of_a_rank_counts(tmp_path):
         write(tmp_path / f"iteration_{iteration}" / "rank0_memory_snapshot.pickle", full().document())
     ((rank, path),) = snapshot_files.in_folder(tmp_path)
     assert (rank, path.parent.name) == (0, "iteration_10")
+
+
+# 75 MiB were requested, in memory that is fragmented.
+@pytest.mark.parametrize(("grown_bytes", "cause", "other"), [
+    (80 * MIB, "memory grows by 8", "fragmented"), (16 * MIB, "memory is fragmented", "Memory grows by 1.6")
+])  # fmt: skip
+def test_growth_is_the_cause_if_it_exceeds_the_request_and_nothing_else_is_lost(
+    fragmentation, grown_bytes, cause, other
+):
+    row = {"op": "aten::mm", "steps": 10, "step_bytes": grown_bytes / 10, "bytes": grown_bytes}
+    sentences = memory_report.oom_sentences(replace(of(fragmentation), growth=pl.DataFrame([row])))
+    assert cause in sentences[0]
+    assert sum(other in sentence for sentence in sentences[1:]) == 1

@@ -72,7 +72,8 @@ def oom_sentences(oom: OutOfMemoryEvent, rank: int | None = None) -> list[str]:
     """Sentences on the cause where it is known, the request that failed, and what would have served it."""
     by = " in ".join(filter(None, (oom.operator, oom.location))) or "code that is not in the snapshot"
     where = f"device {oom.device}" + ("" if rank is None else f" of rank {rank}")
-    size, cause = units.size(oom.requested_bytes), _oom_cause(oom)
+    size = units.size(oom.requested_bytes)
+    cause, other_reasons = _oom_reasons(oom)
     sentences = [f"Out of memory: {by} requested {size} on {where}."]
     if cause:
         sentences = [f"Out of memory: {cause}", f"The request that failed: {size} on {where}, by {by}."]
@@ -85,20 +86,26 @@ def oom_sentences(oom: OutOfMemoryEvent, rank: int | None = None) -> list[str]:
             f"{units.size(oom.reserved_unallocated_bytes)} was reserved by PyTorch but unallocated; the largest block "
             f"that could serve the request has {units.size(oom.largest_free_block_bytes or 0)}."
         )
-    return [*sentences, *_oom_advice(oom), *oom.notes]
+    more = [f"{reason[0].upper()}{reason[1:]}" for reason in other_reasons]
+    return [*sentences, *more, *_oom_advice(oom), *oom.notes]
 
 
-def _oom_cause(oom: OutOfMemoryEvent) -> str:
-    """Cause of a request that failed; "" where it is simply too large. Growth explains what it exceeds."""
-    for row in oom.growth.head(1).iter_rows(named=True):
-        if row["bytes"] >= oom.requested_bytes:
-            return (
-                f"memory grows by {units.size(row['step_bytes'])} a step, which {row['op']} requested in each of the "
-                f"last {row['steps']} steps and nothing freed: {units.size(row['bytes'])}."
-            )
-    if oom.is_fragmentation:
-        return "the memory is fragmented; enough was free, but in smaller blocks."
-    return ""
+def _oom_reasons(oom: OutOfMemoryEvent) -> tuple[str, list[str]]:
+    """Cause of a request that failed, and what else filled the memory; "" where the request is simply too large.
+
+    Growth is the cause if it is at least as large as the request.
+    """
+    growth = [
+        f"memory grows by {units.size(row['step_bytes'])} a step, which {row['op']} requested in each of the "
+        f"last {row['steps']} steps and nothing freed: {units.size(row['bytes'])}."
+        for row in oom.growth.head(1).iter_rows(named=True)
+    ]
+    fragmentation = (
+        ["the memory is fragmented; enough was free, but in smaller blocks."] if oom.is_fragmentation else []
+    )
+    if growth and oom.growth["bytes"][0] >= oom.requested_bytes:
+        return growth[0], fragmentation
+    return "".join(fragmentation), growth
 
 
 def _limit(oom: OutOfMemoryEvent) -> str:
