@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tracekit import conventions
+from tracekit.capture.perturbed_places import DELAY_RATIO
 
 GIBIBYTE = 1 << 30
 
@@ -38,7 +39,7 @@ class Settings:
     """Windows a day that may be opened because of slow steps."""
     perturb: tuple[str, ...] = ()
     """Places before which small delays are injected."""
-    perturb_ratio: float = 0.02
+    perturb_ratio: float = DELAY_RATIO
     tokens_per_step: int | None = None
     """Tokens of all ranks in one optimizer step; only the training knows them."""
 

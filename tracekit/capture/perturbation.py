@@ -25,10 +25,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tracekit import conventions
 from tracekit.capture import collective_waits, notices
+from tracekit.capture.perturbed_places import DELAY_RATIO, MAX_DELAY_RATIO
 
-DELAY_RATIO = 0.02
-"""Length of a delay over the median step. A trial has one delay in four steps: the job slows down by 0.5%."""
-MAX_DELAY_RATIO = 0.05
 MAX_DELAY_NS = 5_000_000
 BUDGET_NS = 60 * 10**9
 """Most time of all delays of all ranks together: each delays the whole job at most by its length."""
@@ -188,7 +186,7 @@ class Perturbation:
         if not delayed_step <= step < delayed_step + conventions.BLOCK_STEPS:
             self._step_times_ns.append(step_ns)
         first_step = step - step % conventions.TRIAL_STEPS
-        self._trial_times_ns = {known: ns for known, ns in self._trial_times_ns.items() if known >= first_step}
+        self._trial_times_ns = {number: ns for number, ns in self._trial_times_ns.items() if number >= first_step}
         if conventions.INJECTED_METRIC in row:
             self._trial_times_ns[step] = step_ns
         if len(self._trial_times_ns) == conventions.TRIAL_STEPS:
@@ -217,20 +215,6 @@ class Perturbation:
     def _before_forward(self, *_: Any) -> None:
         if not torch.compiler.is_compiling():  # the module is traced, not called
             self.reach(conventions.FORWARD)
-
-
-def parse_places(places: Iterable[str]) -> tuple[str, ...]:
-    """Places in the order of `conventions.PERTURBED_PLACES`, all of them for "all". Raises ValueError for others.
-
-    >>> parse_places(["optimizer", "data"])
-    ('data', 'optimizer')
-    """
-    names = [places] if isinstance(places, str) else list(places)
-    chosen = set(conventions.PERTURBED_PLACES if names == ["all"] else names)
-    if not chosen <= set(conventions.PERTURBED_PLACES):
-        valid = ", ".join(conventions.PERTURBED_PLACES)
-        raise ValueError(f"{', '.join(map(repr, sorted(chosen)))}: delays can be injected before all, or {valid}")
-    return tuple(place for place in conventions.PERTURBED_PLACES if place in chosen)
 
 
 def delayed_ranks(world_size: int) -> range:

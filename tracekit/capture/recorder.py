@@ -24,7 +24,8 @@ from tracekit.capture.collective_waits import CollectiveWaits
 from tracekit.capture.device_metrics import DeviceMetrics
 from tracekit.capture.manifest import ManifestFile
 from tracekit.capture.metrics import MetricsLog, Number, Pending, ProcessorWait, StepTimer, allocator_counters
-from tracekit.capture.perturbation import DELAY_RATIO, Perturbation, delayed_ranks, parse_places
+from tracekit.capture.perturbation import Perturbation, delayed_ranks
+from tracekit.capture.perturbed_places import DELAY_RATIO, parse_places
 from tracekit.capture.profiler_session import ProfilingOptions
 from tracekit.capture.rank_info import this_rank, this_world_size
 from tracekit.capture.slow_steps import REST_STEPS, SlowSteps

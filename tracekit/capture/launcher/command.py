@@ -15,6 +15,7 @@ from tracekit import conventions
 from tracekit.capture import atomic_files, notices
 from tracekit.capture.launch_settings import GIBIBYTE, Settings
 from tracekit.capture.launcher import exit_report, launch
+from tracekit.capture.perturbed_places import MAX_DELAY_RATIO, parse_places
 from tracekit.capture.window_schedule import WindowSchedule, parse_steps
 from tracekit.conventions import object_storage, regular_files
 
@@ -26,7 +27,6 @@ _MOST_STEPS = 1000  # of a requested window
 _POLL_EVERY_S = 0.5
 _ANSWER_S = 60.0
 _MOST_SECONDS = 1e8
-_MAX_DELAY_RATIO = 0.05  # of capture.perturbation, which imports torch
 
 _EXAMPLES = """
 examples:
@@ -189,7 +189,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
         type=_delay_ratio,
         default=Settings.perturb_ratio,
         metavar="RATIO",
-        help="length of a delay over the median step, at most 0.05 [default: 0.02]",
+        help=f"length of a delay over the median step, at most {MAX_DELAY_RATIO} [default: {Settings.perturb_ratio}]",
     )
     add(
         "--tokens-per-step",
@@ -311,12 +311,10 @@ def _seconds(text: str) -> float:
 
 
 def _places(text: str) -> "tuple[str, ...]":
-    places = conventions.PERTURBED_PLACES if text == "all" else tuple(text.split(","))
-    if not set(places) <= set(conventions.PERTURBED_PLACES):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} names no places: use all, or {','.join(conventions.PERTURBED_PLACES)}"
-        )
-    return places
+    try:
+        return parse_places(text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _delay_ratio(text: str) -> float:
@@ -324,8 +322,8 @@ def _delay_ratio(text: str) -> float:
         ratio = float(text)
     except ValueError:
         ratio = 0.0
-    if not 0 < ratio <= _MAX_DELAY_RATIO:
-        raise argparse.ArgumentTypeError(f"{text!r} is no share of a step above 0 and up to {_MAX_DELAY_RATIO}")
+    if not 0 < ratio <= MAX_DELAY_RATIO:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share of a step above 0 and up to {MAX_DELAY_RATIO}")
     return ratio
 
 

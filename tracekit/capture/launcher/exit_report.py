@@ -150,7 +150,8 @@ def _nothing_recorded(settings: Settings, code: int) -> str:
 def _nothing_profiled(settings: Settings, notes: list[Note]) -> str:
     steps = max(note.steps for note in notes)
     if settings.steps is None:
-        return "no window was requested: nothing was profiled"
+        reason = "no slow steps recurred or lasted" if settings.on_outlier else "no window was requested"
+        return f"{reason}: nothing was profiled"
     first, end = parse_steps(settings.steps)
     if steps > first:
         return f"steps {first} to {min(end, steps) - 1} were not recorded completely: nothing was profiled"
