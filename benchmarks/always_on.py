@@ -108,8 +108,8 @@ def bootstrap_interval(plain_ns: Sequence[int], recorded_ns: Sequence[int]) -> t
     pairs = list(zip(plain_ns, recorded_ns, strict=True))
     ratios = []
     for _ in range(_RESAMPLES):
-        drawn = draw.choices(pairs, k=len(pairs))
-        ratios.append(_ratio([plain for plain, _ in drawn], [recorded for _, recorded in drawn]))
+        sample = draw.choices(pairs, k=len(pairs))
+        ratios.append(_ratio([plain for plain, _ in sample], [recorded for _, recorded in sample]))
     ratios.sort()
     return ratios[round(0.025 * _RESAMPLES)], ratios[round(0.975 * _RESAMPLES) - 1]
 

@@ -127,7 +127,7 @@ def _row(entry: RunEntry) -> tuple[Any, ...]:
     return (
         escaping.inert(entry.name),
         [chip(entry)],
-        _claim(summary.costliest) if summary else None,
+        _claim(summary.first_finding) if summary else None,
         _percent(summary.impact if summary else None),
         summary.step_time_ns if summary and summary.step_time_ns else None,
         datetime.fromtimestamp(entry.created_ns / 1e9, UTC) if _is_date(entry.created_ns) else None,
@@ -143,13 +143,13 @@ def _row(entry: RunEntry) -> tuple[Any, ...]:
     )
 
 
-def _claim(costliest: str) -> str | None:
-    """Claim of the costliest finding: without its rule's code and its cost, which has a column of its own.
+def _claim(first_finding: str) -> str | None:
+    """Claim of the finding to read first: without its rule's code and its cost, which has a column of its own.
 
     >>> _claim("COMM001: Ranks take turns; it costs up to 71 ms of 101 ms a step (70.8%)")
     'Ranks take turns'
     """
-    claim, _, cost = costliest.partition(": ")[2].rpartition("; ")
+    claim, _, cost = first_finding.partition(": ")[2].rpartition("; ")
     return claim or cost or None
 
 

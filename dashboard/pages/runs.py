@@ -92,11 +92,11 @@ def _headline(entries: Sequence[RunEntry], progress: Progress) -> Headline:
     if not summaries:
         return Headline(more or "No run can be opened")
     name = max(summaries, key=lambda name: runs_table.largest_saving(summaries[name]))
-    costliest = summaries[name]
-    if not costliest.impact:
+    summary = summaries[name]
+    if not summary.impact:
         return Headline(f"No check of {units.count(len(summaries), 'run')} found lost time", more)
-    name, share = escaping.inert(name, MAX_NAME), units.share(costliest.impact)
-    about, _, _ = costliest.costliest.partition(". ")
+    name, share = escaping.inert(name, MAX_NAME), units.share(summary.impact)
+    about, _, _ = summary.first_finding.partition(". ")
     text = f"{name} has the largest potential saving, {share} of its step time"
     return Headline(text, ". ".join(filter(None, (about, more))))
 

@@ -33,11 +33,11 @@ def other_roles(entry: RunEntry, listed: Iterable[RunEntry]) -> tuple[RunEntry, 
 
 
 @run_store.cached_per_run(max_entries=run_store.MAX_OPEN_RUNS)
-def load_roles(entry: RunEntry, *others: RunEntry) -> JoinedRun:
+def load_roles(entry: RunEntry, *other_roles: RunEntry) -> JoinedRun:
     """Return the run of an entry with the traces of other roles. Raises TracekitError, also if there are none."""
-    for role_entry in (entry, *others):
+    for role_entry in (entry, *other_roles):
         run_store.refuse_links(role_entry)
-    paths = [role_entry.path for role_entry in (entry, *others)]
+    paths = [role_entry.path for role_entry in (entry, *other_roles)]
     job = loader.load(paths, settings=settings.read_settings())
     run = next((run for run in job.roles.values() if PurePath(run.path) == PurePath(entry.path)), None)
     if run is None:

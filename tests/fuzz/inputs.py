@@ -461,11 +461,15 @@ def _nsight_file() -> bytes:
 
 
 def _nsight(random: Random) -> Files:
-    data = _nsight_file()
-    change = structures.sqlite if random.random() < 0.7 else mutations.text
+    return {"rank0.sqlite": _changed_database(_nsight_file(), random, structure_ratio=0.7)}
+
+
+def _changed_database(data: bytes, random: Random, *, structure_ratio: float) -> bytes:
+    """Bytes of an SQLite file with changes: in this ratio of the cases of its rows and tables, else of any bytes."""
+    change = structures.sqlite if random.random() < structure_ratio else mutations.text
     for _ in range(random.choice((1, 1, 3, 20))):
         data = change(data, random)
-    return {"rank0.sqlite": data}
+    return data
 
 
 @functools.cache
@@ -478,11 +482,7 @@ def _ascend_file() -> bytes:
 
 
 def _ascend(random: Random) -> Files:
-    data = _ascend_file()
-    change = structures.sqlite if random.random() < 0.8 else mutations.text
-    for _ in range(random.choice((1, 1, 3, 20))):
-        data = change(data, random)
-    return {"ascend_pytorch_profiler_0.db": data}
+    return {"ascend_pytorch_profiler_0.db": _changed_database(_ascend_file(), random, structure_ratio=0.8)}
 
 
 def _checkpoints(random: Random) -> Files:

@@ -28,7 +28,7 @@ from tracekit.report import what_if as what_if_text
 from tracekit.report.render import json as render_json
 from tracekit.report.render import text as render_text
 from tracekit.rules import engine, stated_savings
-from tracekit.rules.report_entry import MAX_COSTLIEST, summarize
+from tracekit.rules.report_entry import MAX_FIRST_FINDING, summarize
 from tracekit.rules.rule import Severity, cost_order, is_data_quality
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
@@ -268,7 +268,7 @@ def test_the_finding_to_read_first_is_the_same_everywhere(name):
         return
     # An information may cost more than a warning, at less confidence: what a person reads first is the warning.
     assert phrases.headline(judged) == first.sentence
-    assert listed.costliest == escaping.inert(f"{first.code}: {first.sentence}", MAX_COSTLIEST)
+    assert listed.first_finding == escaping.inert(f"{first.code}: {first.sentence}", MAX_FIRST_FINDING)
     assert first.sentence in " ".join(printed(name).split())
     if phrases.cannot_judge(opened.report) is None:
         assert headlines.verdict(opened.report, opened.run).text == phrases.headline(opened.report.findings)

@@ -122,8 +122,8 @@ class MetricsLog:
         self._collected.append({name: self._number(name, value) for name, value in self._pending.popleft().items()})
 
     def _number(self, name: str, value: Any) -> float | None:
-        """Value of a metric; None for what is no number, of which one line on stderr tells."""
-        number = _number(value)
+        """Value of a metric; None if it cannot become a number: the first time for each name, stderr says so."""
+        number = _read(value)
         if number is None or type(number) is int or type(number) is float:
             return number
         try:
@@ -283,7 +283,7 @@ def _without_tensor(value: Number | torch.Tensor) -> Any:
     return float(value.detach()) if value.device.type == "cpu" else PendingScalar(value)
 
 
-def _number(value: Any) -> object:
+def _read(value: Any) -> object:
     if isinstance(value, Pending):
         return value.value()
     return value() if callable(value) else value

@@ -161,7 +161,7 @@ def _names(groups: Sequence[_Group]) -> list[str]:
 def _common_words(traces: Sequence[TraceFile]) -> list[str]:
     """Words that the names of all files have, in their order."""
     words = [list(dict.fromkeys(_WORDS.findall(t.file.name.lower()))) for t in traces]
-    return [word for word in words[0] if all(word in others for others in words)]
+    return [word for word in words[0] if all(word in words_of_file for words_of_file in words)]
 
 
 def _distinct(names: Sequence[str]) -> list[str]:

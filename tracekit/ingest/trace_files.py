@@ -78,16 +78,16 @@ def word_rank(file: File) -> int | None:
 def without_profiler_infos(files: Sequence[File]) -> tuple[Sequence[File], dict[str, int]]:
     """Files without those in which Ascend's profiler describes a recording, and the rank that each states, by folder.
 
-    It writes `profiler_info_RANK.json` beside or above the folder of its `trace_view.json`.
+    It writes `profiler_info_RANK.json` to the folder of its `trace_view.json`, or to the parent of that folder.
     """
     infos = {file: match for file in files if (match := _PROFILER_INFO.fullmatch(file.name)) is not None}
     ranks = {file.folder: int(match["rank"]) for file, match in infos.items() if match["rank"]}
-    others = [file for file in files if file not in infos]
-    return others or files, {folder: rank for folder, rank in ranks.items() if rank < MAX_RANKS}
+    candidates = [file for file in files if file not in infos]
+    return candidates or files, {folder: rank for folder, rank in ranks.items() if rank < MAX_RANKS}
 
 
 def with_profiler_rank(t: TraceFile, rank_of_folder: Mapping[str, int]) -> TraceFile:
-    """The trace with the rank that Ascend's profiler states beside it or above, if it has none itself."""
+    """The trace with the rank that Ascend's profiler states in its folder or the parent, if it has none itself."""
     folders = (t.file.folder, t.file.folder.rpartition("/")[0])
     rank = next((rank_of_folder[folder] for folder in folders if folder in rank_of_folder), None)
     return t if rank is None or t.info.rank is not None else replace(t, info=replace(t.info, rank=rank))

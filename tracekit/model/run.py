@@ -74,6 +74,11 @@ class Run:
         self._on_progress: OnTrace | None = None
 
     @property
+    def other_roles(self) -> "list[Run]":
+        """The runs of the other roles of a job of several programs; none in other jobs."""
+        return [role_run for role_run in self.roles.values() if role_run is not self]
+
+    @property
     def name(self) -> str:
         """Return the last part of the run's path, with '?' for bytes that are not text, and the role if it has one."""
         name = self.path.rstrip("/").rsplit("/", 1)[-1] or self.path

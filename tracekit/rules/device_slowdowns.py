@@ -134,7 +134,7 @@ class DeviceStall(Rule):
             yield self._late_starts(gaps)
         unknown = _worst_device(run, stalls.filter(~is_recurring), self.min_unexplained_ratio)
         if unknown is not None:
-            yield self._unexplained(unknown)
+            yield self._unexplained_finding(unknown)
 
     def _stopped(self, loss: _Loss) -> Finding:
         of_kind = {kind: loss.stalls.filter(pl.col("kind") == kind).height for kind in device_stalls.KINDS}
@@ -164,7 +164,7 @@ class DeviceStall(Rule):
             subject="late starts",
         )
 
-    def _unexplained(self, loss: _Loss) -> Finding:
+    def _unexplained_finding(self, loss: _Loss) -> Finding:
         return _finding(
             self.code,
             Severity.INFO,

@@ -149,8 +149,8 @@ def check(
     graded = replace(graded, findings=sort_findings([*graded.findings, *unreported]))
     wholes = {rule.code: rule.part_of for rule in selected if rule.part_of}
     parts = _parts(graded.findings, wholes)
-    whole = replace(graded, findings=tuple(roles.with_consequences(run, parts)))
-    return device_commands.name_commands(name_iterations(whole))
+    complete = replace(graded, findings=tuple(roles.with_consequences(run, parts)))
+    return device_commands.name_commands(name_iterations(complete))
 
 
 def _parts(findings: Sequence[Finding], wholes: Mapping[str, str]) -> Iterator[Finding]:

@@ -49,7 +49,7 @@ _FACT, _PART = "fact{}.arrow", "part{}.parquet"
 _MAX_LINE_BYTES = 1 << 16
 
 MAX_STEPS = 60
-MAX_COSTLIEST = 300
+MAX_FIRST_FINDING = 300
 Reader = Callable[[int, int, str], Callable[[], Trace]]
 """Returns the function that reads a trace, by window, rank and path."""
 
@@ -69,7 +69,7 @@ class Summary:
     exposed_communication_ratio: float | None
     impact: float
     """Share of the step that the finding to read first costs; 0 for an upper bound."""
-    costliest: str = ""
+    first_finding: str = ""
     """The code and the sentence of the finding to read first."""
     is_doubtful: bool = False
     """Whether no finding is known because most of the data is doubtful, or no rule could judge the run."""
@@ -104,7 +104,7 @@ def summarize(report: Report, *, has_comparisons: bool = True) -> Summary:
         tuple(steps["duration_ns"].tail(MAX_STEPS).to_list()),
         breakdown.exposed_communication_ratio(report.run),
         first.impact if first and not first.is_upper_bound else 0.0,
-        escaping.inert(f"{first.code}: {first.sentence}", MAX_COSTLIEST) if first else "",
+        escaping.inert(f"{first.code}: {first.sentence}", MAX_FIRST_FINDING) if first else "",
         report.cannot_judge is not None or doubtful_data_issue(report.findings) is not None,
         impacts,
         not report.run.table(breakdown.by_rank).is_empty(),

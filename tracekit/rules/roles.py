@@ -110,8 +110,7 @@ def with_consequences(run: Run, findings: Iterable[Finding]) -> Iterator[Finding
     if waiting is None or waiting.severity is Severity.INFO:
         yield from findings
         return
-    others = [role_run for role_run in run.roles.values() if role_run is not run]
-    waits = intervals.union(*(role_waits.role_wait_spans(run, other_run) for other_run in others))
+    waits = intervals.union(*(role_waits.role_wait_spans(run, other_run) for other_run in run.other_roles))
     for finding in findings:
         is_free = family(finding.code) in _EXPLAINED_FAMILIES and not finding.consequence_of
         is_explained = is_free and finding.severity <= waiting.severity and _is_mostly(run, finding, waits)

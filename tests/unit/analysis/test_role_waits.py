@@ -125,7 +125,7 @@ def test_of_several_roles_the_finding_names_the_one_waited_for_longest():
     assert runs["trainer"].table(role_waits.role_waits).height == 6
 
 
-def test_a_wait_beside_a_program_that_always_works_may_be_a_coincidence():
+def test_waits_for_a_program_that_is_never_idle_have_low_confidence():
     runs = job(trainer=run_of(TRAINER), other=run_of("compute " + 11 * "x"))
     (finding,) = WaitingRole().check(runs["trainer"])
     assert finding.confidence < MIN_CONFIDENCE

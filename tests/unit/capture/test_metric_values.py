@@ -35,7 +35,7 @@ def test_a_value_is_logged_as_a_number(tmp_path, value):
 
 
 @pytest.mark.parametrize("value", ["low", torch.ones(3), object(), {"a": 1}])
-def test_what_is_no_number_is_null_and_told_once_and_the_rest_is_logged(tmp_path, value, capsys):
+def test_a_value_without_number_is_null_with_one_notice_and_other_metrics_are_logged(tmp_path, value, capsys):
     rows = logged(tmp_path, {"step": 0, "loss": 1.0, "other": value}, {"step": 1, "loss": 0.5, "other": value})
     assert rows == [{"step": 0, "loss": 1.0, "other": None}, {"step": 1, "loss": 0.5, "other": None}]
     assert capsys.readouterr().err.count("the metric other") == 1

@@ -19,8 +19,8 @@ def folder(tmp_path_factory):
     return folder
 
 
-def places(shown):
-    sent = component(shown, "timeline").bytes
+def place_labels(timeline_page):
+    sent = component(timeline_page, "timeline").bytes
     return json.loads(sent[4 : 4 + int.from_bytes(sent[:4], "little")])["places"]
 
 
@@ -28,10 +28,10 @@ def test_the_timeline_draws_the_other_role_on_request(folder):
     shown = page("timeline", folder)
     assert not shown.exception
     (toggle,) = [toggle for toggle in shown.toggle if toggle.label == "With trainer"]
-    assert places(shown) == {}
+    assert place_labels(shown) == {}
     with_roles = toggle.set_value(True).run()
     assert not with_roles.exception
-    assert places(with_roles) == {"0": "rollout rank 0", "1": "trainer rank 0", "2": "trainer rank 1"}
+    assert place_labels(with_roles) == {"0": "rollout rank 0", "1": "trainer rank 0", "2": "trainer rank 1"}
 
 
 def test_a_run_without_a_role_has_no_such_choice(folder, tmp_path):

@@ -111,7 +111,7 @@ def test_an_archive_and_a_folder_of_archives_are_runs_that_open(tmp_path, wordin
         run_store.check(entry)
         (checked,) = run_catalog.list_runs([str(path)]).entries
         assert checked.summary.ranks == 2
-        wording(checked.summary.costliest)
+        wording(checked.summary.first_finding)
         opened = run_store.open_run(checked)
         assert opened.run.traces().__next__().steps.height == len(recorded.STEPS)  # read again, after the check
 

@@ -107,7 +107,7 @@ def test_a_database_without_events_or_that_is_cut_is_refused(tmp_path):
         load(cut)
 
 
-def test_other_databases_of_a_folder_are_not_asked_for(tmp_path):
+def test_other_databases_in_a_folder_do_not_count_as_missing_traces(tmp_path):
     written(tmp_path)
     (tmp_path / "mlflow.db").write_bytes(b"SQLite format 3\0")
     assert load(tmp_path).ranks == (0,)

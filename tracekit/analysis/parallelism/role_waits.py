@@ -178,10 +178,10 @@ def _times(run: Run) -> tuple[Spans, Spans]:
 
 def _annotation(run: Run, waits: Spans) -> str | None:
     """Annotation around most of the waits of a role; None without one."""
-    named = _on_run_clock(run).filter(pl.col("annotation").is_not_null())
+    annotated = _on_run_clock(run).filter(pl.col("annotation").is_not_null())
     lengths_ns = {
         name: intervals.length(intervals.intersect(intervals.union(intervals.from_table(rows)), waits))
-        for (name,), rows in named.group_by("annotation", maintain_order=True)
+        for (name,), rows in annotated.group_by("annotation", maintain_order=True)
     }
     longest = max(lengths_ns, key=lambda name: lengths_ns[name], default=None)
     if longest is None or lengths_ns[longest] < _MOST * max(intervals.length(waits), 1):

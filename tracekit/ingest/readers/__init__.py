@@ -68,7 +68,7 @@ class AscendDatabases(_BinaryFormat):
     name = "Ascend PyTorch Profiler database (SQLite)"
     suffixes = (".db",)
     contents = "operators, CANN calls, tasks, copies and collectives of a rank on NPUs, its steps and mstx ranges"
-    is_log = True  # the profiler may write trace_view.json beside it, with the same events
+    is_log = True  # the profiler may also write trace_view.json to its folder, with the same events
     package = "ascend"
 
     def has_name(self, name: str) -> bool:

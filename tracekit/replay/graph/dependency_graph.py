@@ -154,15 +154,15 @@ class Edges:
         return Edges(*(np.concatenate(columns) for columns in both))
 
 
-def replace_unequal(whole: _T, **fields: Any) -> _T:
+def replace_unequal(original: _T, **fields: Any) -> _T:
     """Graph or edges with other fields, or as they are if these are equal: then the replay of the graph is known."""
-    unequal = {
+    changed_fields = {
         name: field
         for name, field in fields.items()
-        if field is not getattr(whole, name)
-        and not (isinstance(field, np.ndarray) and np.array_equal(field, getattr(whole, name)))
+        if field is not getattr(original, name)
+        and not (isinstance(field, np.ndarray) and np.array_equal(field, getattr(original, name)))
     }
-    return replace(whole, **unequal) if unequal else whole
+    return replace(original, **changed_fields) if changed_fields else original
 
 
 @dataclass(frozen=True, eq=False)

@@ -94,10 +94,8 @@ def sensitivity(run: Run) -> pl.DataFrame:
     for (place_code, rank), trials in trial_samples(run).group_by("place", "rank", maintain_order=True):
         assert isinstance(place_code, int)
         assert isinstance(rank, int)
-        place, delay_ns = (
-            conventions.PERTURBED_PLACES[place_code],
-            round(float(np.median(trials["delay_ns"].to_numpy()))),
-        )
+        place = conventions.PERTURBED_PLACES[place_code]
+        delay_ns = round(float(np.median(trials["delay_ns"].to_numpy())))
         estimate, low, high = center(trials["sensitivity"].to_numpy())
         rows.append({
             "place": place,

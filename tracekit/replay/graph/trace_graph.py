@@ -122,18 +122,14 @@ def delays(trace: Trace, items: pl.DataFrame) -> Ints:
     stalls = all_stalls.filter(flags(all_stalls["is_recurring"]) & flags(all_stalls["kind"] != device_stalls.PAUSED))
     if stalls.is_empty():
         return delay_ns
-    spans, stalled, is_gap = (
-        intervals.from_table(stalls),
-        ids(stalls["device"]),
-        flags(stalls["kind"] == device_stalls.GAP),
-    )
-    next_lane = ids(stalls["lane"])
+    spans, stalled_device = intervals.from_table(stalls), ids(stalls["device"])
+    is_gap, next_lane = flags(stalls["kind"] == device_stalls.GAP), ids(stalls["lane"])
     names = ("start_ns", "launched_ns", "device", "lane", "is_wait")
     start, launched, device, lane, is_wait = (items[name].to_numpy() for name in names)
     for lane_number in distinct(lane[~is_wait]):
         rows = np.flatnonzero((lane == lane_number) & ~is_wait)
         rows = rows[np.argsort(start[rows], kind="stable")]
-        begin, end = spans[(stalled == device[rows[0]]) & (~is_gap | (next_lane == lane_number))].T
+        begin, end = spans[(stalled_device == device[rows[0]]) & (~is_gap | (next_lane == lane_number))].T
         first = np.searchsorted(start[rows], end, side="left")
         has_work = first < len(rows)
         work = rows[first[has_work]]

@@ -28,8 +28,7 @@ def join_roles(run: Run) -> JoinedRoles:
         return JoinedRoles(run, {})
     sources: list[Source] = []
     offsets, labels = [], dict[int, str]()
-    others = [role_run for role_run in run.roles.values() if role_run is not run]
-    for number, role_run in enumerate((run, *others)):
+    for number, role_run in enumerate((run, *run.other_roles)):
         first = max(labels, default=-1) + 1
         ranks = {rank: rank if role_run is run else first + place for place, rank in enumerate(role_run.ranks)}
         labels |= {joined: f"{role_run.role} rank {rank}" for rank, joined in ranks.items()}

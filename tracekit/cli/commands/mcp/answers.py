@@ -100,7 +100,7 @@ class Answers:
             }
             if checked is not None:
                 row |= {
-                    "costliest_finding": quote(checked.costliest, MAX_SENTENCE) if checked.costliest else None,
+                    "costliest_finding": quote(checked.first_finding, MAX_SENTENCE) if checked.first_finding else None,
                     "saving_ratio": checked.impact,
                     "step_time_ns": checked.step_time_ns,
                 }

@@ -92,8 +92,8 @@ class _Profile:
         self.rank = rank if rank is not None and rank < MAX_RANKS else None
         self._device = (_whole(ranks[0][1]) if ranks else None) or 0
         self._groups = _stated_groups(database)
-        whole = [group for group in self._groups.values() if group["group_name"] == _DEFAULT_GROUP]
-        self.world_size = len(whole[0]["global_ranks"]) if whole else None
+        of_world = [group for group in self._groups.values() if group["group_name"] == _DEFAULT_GROUP]
+        self.world_size = len(of_world[0]["global_ranks"]) if of_world else None
         self.base_ns = self._bad_times = 0
 
     def start_ns(self) -> int | None:
@@ -210,12 +210,12 @@ class _Profile:
             work = self._work("kernel", self._text(name), device, stream, stated, span, op_of_connection)
             args = work.args
             assert args is not None
-            known = self._groups.get(group)
+            stated_group = self._groups.get(group)
             args.group, args.dtype = group, _DTYPES.get(dtype_of.get(dtype))
-            args.in_nelems, args.out_nelems = _elements(work.name, _whole(count), known)
-            if known is not None:
-                args.group_ranks, args.group_size = str(known["global_ranks"]), len(known["global_ranks"])
-                args.group_description = known["group_name"]
+            args.in_nelems, args.out_nelems = _elements(work.name, _whole(count), stated_group)
+            if stated_group is not None:
+                args.group_ranks, args.group_size = str(stated_group["global_ranks"]), len(stated_group["global_ranks"])
+                args.group_description = stated_group["group_name"]
             yield work
 
     def _work(
