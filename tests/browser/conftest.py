@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import shutil
-import socket
 import subprocess
 import time
 import urllib.request
@@ -17,6 +16,7 @@ from playwright.sync_api import Error as PlaywrightError
 from playwright.sync_api import expect
 
 from tests.browser import recorded
+from tests.support import ports
 from tracekit.cli.commands.dashboard import server_command
 
 ROOT = Path(__file__).parents[2]
@@ -255,9 +255,7 @@ def server(tmp_path_factory):
 @contextlib.contextmanager
 def served(runs, elsewhere, *plugins):
     """Yield the dashboard opened on `runs`, its files in the folder `elsewhere`; `plugins` are folders of packages."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = ports.free_port()
     # Another folder, so that no configuration but the dashboard's own is found: nor anything by the names of its code.
     for name in ("dashboard", "streamlit", "tracekit"):
         (elsewhere / f"{name}.py").write_text("raise SystemExit('not the one that was meant')")

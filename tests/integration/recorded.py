@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import tracekit
+from tests.support import ports
 from tests.support.python_path import PYTHON_PATH
 from tracekit.model.run import Run
 
@@ -41,7 +41,7 @@ def environment(**more: str) -> dict[str, str]:
 
 def of_rank(rank: int, world_size: int, **more: str) -> dict[str, str]:
     """Return what a launcher tells a rank on this machine, without the seconds that a launcher takes to start."""
-    port = {} if "MASTER_PORT" in more else {"MASTER_PORT": str(free_port())}
+    port = {} if "MASTER_PORT" in more else {"MASTER_PORT": str(ports.free_port())}
     numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     return {"MASTER_ADDR": "127.0.0.1", **port, **numbers, **more}
 
@@ -90,12 +90,6 @@ def load(folder: Path) -> Run:
 def metrics(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
     lines = (folder / f"rank{rank:05d}.metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
-
-
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
 
 
 def wait_until(holds: Callable[[], bool], *, seconds: float = 300.0, every_s: float = 0.05) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.browser import recorded
-from tests.support import cli_runner, loaded_runs
+from tests.support import cli_runner, loaded_runs, ports
 from tests.support.cli_runner import ROOT, TIMEOUT_S, command, environment, in_a_process, only_line, tracekit
 from tracekit import __version__
 
@@ -403,15 +403,16 @@ def test_colours_are_printed_only_to_terminals_that_allow_them(extra: dict[str, 
 # The dashboard's command ---------------------------------------------------------------------------------------------
 
 
-def test_the_dashboard_is_served_on_this_machine_only(runs: Path, free_port: int) -> None:
+def test_the_dashboard_is_served_on_this_machine_only(runs: Path) -> None:
+    port = ports.free_port()
     pytest.importorskip("streamlit", reason="needs the extra [dashboard]")
-    arguments = command("dashboard", runs, "--no-browser", "--port", free_port)
+    arguments = command("dashboard", runs, "--no-browser", "--port", port)
     process = subprocess.Popen(arguments, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     try:
         assert process.stderr is not None
-        assert f"dashboard is at http://127.0.0.1:{free_port} " in process.stderr.readline().decode()
-        assert answer_of(f"http://127.0.0.1:{free_port}/_stcore/health", process) == b"ok"
-        assert listening_addresses(free_port) == {"0100007F"}  # 127.0.0.1, as the kernel writes it
+        assert f"dashboard is at http://127.0.0.1:{port} " in process.stderr.readline().decode()
+        assert answer_of(f"http://127.0.0.1:{port}/_stcore/health", process) == b"ok"
+        assert listening_addresses(port) == {"0100007F"}  # 127.0.0.1, as the kernel writes it
     finally:
         process.terminate()
         process.wait(TIMEOUT_S)
@@ -439,13 +440,6 @@ def listening_addresses(port: int) -> set[str]:
             if state == "0A" and int(number, 16) == port:
                 found.add(address)
     return found
-
-
-@pytest.fixture
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_without_streamlit_the_message_says_how_to_get_it(runs: Path) -> None:

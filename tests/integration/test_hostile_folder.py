@@ -13,7 +13,7 @@ import pytest
 
 from tests.integration import recorded
 from tests.integration.test_ci_action import ACTION
-from tests.support import cli_runner, composite_action, kineto_files
+from tests.support import cli_runner, composite_action, kineto_files, ports
 from tests.support.python_path import PYTHON_PATH
 from tests.support.selection import others_in_accuracy
 
@@ -135,7 +135,7 @@ def test_a_crash_imports_nothing_from_the_current_folder(hostile: Path, tmp_path
 
 
 def test_the_dashboard_imports_nothing_from_the_current_folder(hostile: Path):
-    words = ["dashboard", ".", "--port", str(recorded.free_port()), "--no-browser"]
+    words = ["dashboard", ".", "--port", str(ports.free_port()), "--no-browser"]
     server = subprocess.Popen(
         [*installed_command(hostile), *words],
         cwd=hostile,

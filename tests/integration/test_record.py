@@ -15,6 +15,7 @@ import pytest
 import tracekit
 from tests.integration import recorded
 from tests.integration.recorded import Done, command, do, finish, launched, load, metrics, script, start, steps_by_rank
+from tests.support import ports
 from tests.support.python_path import REPOSITORY
 from tests.support.selection import others_in_accuracy
 from tracekit.analysis.compute import device_counters
@@ -291,7 +292,7 @@ def test_trainings_one_after_the_other_have_a_run_each(tmp_path: Path) -> None:
 
 def test_two_nodes_with_disks_of_their_own_end_in_one_run(tmp_path: Path) -> None:
     """Each node has its recorder and its scratch disk; only the folder of runs is theirs together."""
-    port = str(recorded.free_port())
+    port = str(ports.free_port())
     nodes = []
     for node in (0, 1):
         place = tmp_path / f"node{node}"

@@ -74,11 +74,6 @@ class Run:
         self._on_progress: OnTrace | None = None
 
     @property
-    def other_roles(self) -> "list[Run]":
-        """The runs of the other roles of a job of several programs; none in other jobs."""
-        return [role_run for role_run in self.roles.values() if role_run is not self]
-
-    @property
     def name(self) -> str:
         """Return the last part of the run's path, with '?' for bytes that are not text, and the role if it has one."""
         name = self.path.rstrip("/").rsplit("/", 1)[-1] or self.path
@@ -294,6 +289,11 @@ def require_run(run: object) -> None:
     """Raise TypeError if `run` is not a Run, such as a path: only `tracekit.load` reads those."""
     if not isinstance(run, Run):
         raise TypeError(f"a run is needed, as tracekit.load(path) returns it, not {type(run).__name__} {run!r:.80}")
+
+
+def other_roles(run: Run) -> list[Run]:
+    """The runs of the other roles of a job of several programs; none in other jobs."""
+    return [role_run for role_run in run.roles.values() if role_run is not run]
 
 
 def _zero_offsets(run: Run) -> pl.DataFrame:

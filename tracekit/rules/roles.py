@@ -11,7 +11,7 @@ from tracekit.analysis.quality import trace_quality
 from tracekit.analysis.time import breakdown
 from tracekit.model import escaping, intervals, units
 from tracekit.model.intervals import Spans
-from tracekit.model.run import Run
+from tracekit.model.run import Run, other_roles
 from tracekit.model.trace import TraceFact
 from tracekit.rules.rule import Finding, Rule, Severity, distinct, family, largest_first
 from tracekit.sync import alignment
@@ -110,7 +110,7 @@ def with_consequences(run: Run, findings: Iterable[Finding]) -> Iterator[Finding
     if waiting is None or waiting.severity is Severity.INFO:
         yield from findings
         return
-    waits = intervals.union(*(role_waits.role_wait_spans(run, other_run) for other_run in run.other_roles))
+    waits = intervals.union(*(role_waits.role_wait_spans(run, other_run) for other_run in other_roles(run)))
     for finding in findings:
         is_free = family(finding.code) in _EXPLAINED_FAMILIES and not finding.consequence_of
         is_explained = is_free and finding.severity <= waiting.severity and _is_mostly(run, finding, waits)

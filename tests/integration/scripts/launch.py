@@ -4,17 +4,16 @@ If a rank fails, the others are ended and the exit code is 1.
 """
 
 import os
-import socket
 import subprocess
 import sys
 import time
 
+from tests.support import ports
+
 
 def main() -> None:
     ranks, *command = sys.argv[1:]
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port = str(listening.getsockname()[1])
+    port = str(ports.free_port())
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     running = [
         subprocess.Popen(

@@ -6,7 +6,7 @@ from functools import partial
 
 import polars as pl
 
-from tracekit.model.run import OFFSETS, Run
+from tracekit.model.run import OFFSETS, Run, other_roles
 from tracekit.model.source import Source
 from tracekit.model.trace import Trace
 
@@ -28,7 +28,7 @@ def join_roles(run: Run) -> JoinedRoles:
         return JoinedRoles(run, {})
     sources: list[Source] = []
     offsets, labels = [], dict[int, str]()
-    for number, role_run in enumerate((run, *run.other_roles)):
+    for number, role_run in enumerate((run, *other_roles(run))):
         first = max(labels, default=-1) + 1
         ranks = {rank: rank if role_run is run else first + place for place, rank in enumerate(role_run.ranks)}
         labels |= {joined: f"{role_run.role} rank {rank}" for rank, joined in ranks.items()}
