@@ -63,11 +63,13 @@ def identify(
     files, named_count = _possible(files), sum(not file.is_neighbor for file in files)
     traces: list[TraceFile] = []
     companions: list[TraceFile] = []
+    first_error = ""
     for done, (file, header) in enumerate(_headers(files, cache=cache), 1):
         if isinstance(header, BadTraceError):
             if named_count == 1 and not file.is_neighbor:
                 raise header
             issues.append(_left_out(file, header, named_count))
+            first_error = first_error or str(header)
         else:
             reader, infos = header
             file_traces = [TraceFile(file, reader, info, _job(file, info, manifest_folders)) for info in infos]
@@ -78,7 +80,7 @@ def identify(
     if not traces and companions:
         raise trace_files.without_traces(companions[0])
     if not traces:
-        raise BadTraceError(issues[0].message if issues else "no trace")
+        raise BadTraceError(first_error or "no trace")
     traces = _without_logs(traces, issues)
     ranked = _with_ranks(traces, issues)
     run, other_runs = trace_files.latest_run(ranked, issues)
@@ -177,8 +179,8 @@ def _possible(files: Sequence[File]) -> list[File]:
 def _left_out(file: File, error: BadTraceError, file_count: int) -> QualityIssue:
     """Return the issue of a file without a trace: a warning only if its name says that it should have one."""
     rank = word_rank(file)
-    is_companion = file.name.lower().endswith(readers.companion_suffixes())
-    if is_companion or (rank is None and file.size_bytes and not file.name.endswith(_TRACE_NAME)):
+    is_beside_traces = readers.is_of_log_or_companion(file.name.lower())
+    if is_beside_traces or (rank is None and file.size_bytes and not file.name.endswith(_TRACE_NAME)):
         reason = str(error).removeprefix(f"{file.path}: ").partition(";")[0]
         return QualityIssue("not_a_trace", f"{file.path}: not a trace, left out ({reason})", file.path)
     return QualityIssue("unreadable", str(error), file.path, rank, 1 / file_count)

@@ -66,6 +66,8 @@ class Call:
     output_dtypes: tuple[str, ...] = ()
     created_ns: int | None = None
     ended_ns: int | None = None
+    duration_ns: int | None = None
+    """How long the collective took on the device; None where the recorder did not measure it."""
     timeout_ms: int | None = None
     frames: tuple[Frame, ...] = ()
     """The stack of the call, innermost frame first."""

@@ -143,7 +143,8 @@ _KINDS = {
         _INFO, "For operators, memory and the device, record a window with the profiler (torchtitan: enable_profiling)."
     ),
     schema.WRITE_TIMES: _Kind(
-        _INFO, "Set NCCL_INSPECTOR_DUMP_VERBOSE=1, so that the log states when each collective started and ended."
+        _INFO,
+        "For when each ran: NCCL_INSPECTOR_DUMP_VERBOSE=1 (NCCL Inspector), or record a window with the profiler.",
     ),
     "host_only": _Kind(_INFO, "If training ran on the device, record with ProfilerActivity.CUDA (on AMD too)."),
     "sampled": _Kind(

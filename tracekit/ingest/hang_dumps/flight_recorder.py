@@ -27,6 +27,7 @@ _PEERS = re.compile(r"(send|recv) (\d{1,7})(->|<-)(\d{1,7}|\?)\Z")
 _COALESCED = frozenset({"coalesced", "ALLGATHER_coalesced", "REDUCE_SCATTER_coalesced"})
 _NUMBER = re.compile(r"\d{1,7}")
 _GLOO, _NCCL = "gloo", "nccl"
+_MAX_DURATION_MS = 1e9  # 11 days: no collective takes longer
 _WATCHDOG_NS = 10**9  # ten times the interval of NCCL's watchdog
 _ANY = "?"  # the source of a receive from any rank, as tracekit writes it
 _SCALARS = (int, float, bool, type(None))
@@ -139,6 +140,7 @@ class _Entries:
             output_dtypes=_dtypes(entry.get("output_dtypes")),
             created_ns=created_ns or None,
             ended_ns=ended_ns,
+            duration_ns=_duration_ns(entry.get("duration_ms")),
             timeout_ms=_time(entry.get("timeout_ms")),
             frames=self.frames(entry.get("frames")),
             error=_text(entry.get("failed") or ""),
@@ -286,6 +288,12 @@ def _rank_number(value: Any, largest: int) -> int | None:
 def _time(value: Any) -> int | None:
     """A time; None for 0, which JSON dumps have where there is none."""
     return None if value is None else _integer(value) or None
+
+
+def _duration_ns(value_ms: Any) -> int | None:
+    """A duration in ns; None for anything that is no time of a collective."""
+    is_number = isinstance(value_ms, int | float) and not isinstance(value_ms, bool)
+    return round(value_ms * 1e6) if is_number and 0 <= value_ms < _MAX_DURATION_MS else None
 
 
 def _dtypes(value: Any) -> tuple[str, ...]:

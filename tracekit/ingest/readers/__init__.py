@@ -13,11 +13,11 @@ from tracekit.conventions import perfetto as perfetto_conventions
 from tracekit.ingest.readers import foreign_formats
 from tracekit.ingest.readers.dftracer import DFTracerLogs
 from tracekit.ingest.readers.execution_trace import ExecutionTraces
+from tracekit.ingest.readers.flight_recorder import FlightRecorderDumps
 from tracekit.ingest.readers.kineto.format import KinetoTraces
 from tracekit.ingest.readers.logs import (
     AttemptsLogs,
     CheckpointLogs,
-    FlightRecorderDumps,
     Manifests,
     MemorySnapshots,
     MetricsLogs,
@@ -150,6 +150,12 @@ def trace_suffixes() -> tuple[str, ...]:
 def may_have_traces(name: str) -> bool:
     """Return whether a file in a folder may have traces, by its name in lower case."""
     return any(reader.has_traces and reader.has_name(name) for reader in available())
+
+
+def is_of_log_or_companion(name: str) -> bool:
+    """Return whether a file's name is that of a log or of another tool's file, which lie beside traces."""
+    named = [reader for reader in available() if reader.has_traces and reader.has_name(name)]
+    return name.endswith(companion_suffixes()) or bool(named and all(reader.is_log for reader in named))
 
 
 def companion_suffixes() -> tuple[str, ...]:

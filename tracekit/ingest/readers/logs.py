@@ -190,9 +190,7 @@ def _as_dtype(value: object, dtype: pl.DataType) -> object:
     return int(value) if -(1 << 63) <= value < 1 << 63 else None
 
 
-_GROUPS, _CALL = (b"pg_config", b"pg_status"), b"collective_seq_id"
-_HEAD_BYTES = 64 << 10
-_PICKLES = tuple(b"\x80" + bytes([protocol]) for protocol in range(2, 6))
+PICKLE_STARTS = tuple(b"\x80" + bytes([protocol]) for protocol in range(2, 6))
 
 
 class MemorySnapshots(Reader):
@@ -206,23 +204,7 @@ class MemorySnapshots(Reader):
 
     def sniff(self, head: bytes, name: str) -> bool:  # noqa: ARG002
         """Return whether the file is a pickle."""
-        return head.startswith(_PICKLES)
-
-
-class FlightRecorderDumps(Reader):
-    """Recognizes dumps of torch's flight recorder; `hang_dumps.flight_recorder` reads them."""
-
-    name = "dump of torch's flight recorder"
-    suffixes = (conventions.HANG_SUFFIX,)
-    contents = "state of each collective of a process group, of jobs that hang and of healthy ones (`tracekit hang`)"
-    has_traces = False
-    usage = "name the folder of the dumps of all ranks: tracekit hang FOLDER"
-
-    def sniff(self, head: bytes, name: str) -> bool:  # noqa: ARG002
-        """Return whether the file is a pickle or JSON object with the flight recorder's process groups."""
-        start = head[:_HEAD_BYTES]
-        has_dump = all(key in start for key in _GROUPS) or _CALL in start
-        return has_dump and (start.startswith(_PICKLES) or start.lstrip()[:1] == b"{")
+        return head.startswith(PICKLE_STARTS)
 
 
 class Manifests(Reader):
