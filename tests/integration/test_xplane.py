@@ -55,6 +55,33 @@ def test_each_tpu_is_a_rank_with_the_steps_that_it_states(tmp_path):
     assert run.trace(0, 0).collectives["op"].to_list() == ["all_reduce"] * 3
 
 
+def test_devices_of_several_hosts_are_ranks_of_one_job(tmp_path):
+    folder = tmp_path / "plugins" / "profile" / "2026_11_30"
+    folder.mkdir(parents=True)
+    for host in (2, 10):
+        write(folder, xplane_files.tpu(), name=f"worker-{host}.xplane.pb")
+    run = load(folder)
+    assert run.ranks == (0, 1, 2, 3)
+    assert {rank: run.trace(rank, 0).path.rpartition("/")[2] for rank in run.ranks} == {
+        0: "worker-2.xplane.pb", 1: "worker-2.xplane.pb", 2: "worker-10.xplane.pb", 3: "worker-10.xplane.pb",
+    }  # fmt: skip
+    assert set(run.data_quality.filter(kind="rank_guessed")["message"].str.contains("worker-")) == {True}
+    for rank in run.ranks:
+        step = run.table(breakdown.by_step).filter(step=6, rank=rank).row(0, named=True)
+        assert (step["duration_ns"], step["compute_ns"]) == (10 * MS, 6 * MS)
+
+
+def test_recordings_of_one_host_are_windows(tmp_path):
+    for day in (1, 2):
+        folder = tmp_path / f"2026_11_0{day}"
+        folder.mkdir()
+        other = space(plane("/host:metadata", {})) * day  # a copy of a file would be left out
+        write(folder, xplane_files.tpu() + other, name="worker-2.xplane.pb")
+    run = load(tmp_path)
+    assert run.ranks == (0, 1)
+    assert {source.window for source in run.sources} == {0, 1}
+
+
 def test_operations_without_launches_are_no_lost_launches(tmp_path):
     report = engine.check(load(write(tmp_path, xplane_files.tpu())))
     assert "HOST001" in report.blind_spots

@@ -81,7 +81,7 @@ def identify(
         raise trace_files.without_traces(companions[0])
     if not traces:
         raise BadTraceError(first_error or "no trace")
-    traces = _without_logs(traces, issues)
+    traces = trace_files.with_ranks_of_all_hosts(_without_logs(traces, issues), issues)
     ranked = _with_ranks(traces, issues)
     run, other_runs = trace_files.latest_run(ranked, issues)
     if len(run) < len(ranked):  # ranks that were assumed from the order of all files
@@ -196,7 +196,7 @@ def _job(file: File, info: TraceInfo, manifest_folders: Iterable[str]) -> tuple[
 
 def _with_ranks(traces: list[TraceFile], issues: list[QualityIssue]) -> list[TraceFile]:
     """Return the traces with their ranks: by the file's header, else its name, else the order of files."""
-    stated = {id(t): rank for t in traces if (rank := t.info.rank) is not None}
+    stated = {id(t): rank for t in traces if (rank := t.info.rank if t.job_rank is None else t.job_rank) is not None}
     silent = [t for t in traces if id(t) not in stated]
     named_ranks = _named_ranks(silent)
     free = iter(sorted(set(range(len(traces))) - set(stated.values()) - set(named_ranks.values())))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from tracekit.errors import BadTraceError
-from tracekit.ingest.files import File
+from tracekit.ingest.files import File, natural_key
 from tracekit.ingest.readers.reader import Reader, TraceInfo
 from tracekit.model.environment import DEVICE
 from tracekit.model.manifest import MAX_RANKS
@@ -42,6 +42,8 @@ class TraceFile:
     info: TraceInfo
     job: tuple[object, ...]
     """Folder of the manifest, world size and job id."""
+    job_rank: int | None = None
+    """The rank in the job, where the file states only that on its host."""
     rank: int = -1
     is_rank_assumed: bool = False
     """Whether neither the header nor a name such as rank3 states the rank."""
@@ -91,6 +93,33 @@ def with_profiler_rank(t: TraceFile, rank_of_folder: Mapping[str, int]) -> Trace
     folders = (t.file.folder, t.file.folder.rpartition("/")[0])
     rank = next((rank_of_folder[folder] for folder in folders if folder in rank_of_folder), None)
     return t if rank is None or t.info.rank is not None else replace(t, info=replace(t.info, rank=rank))
+
+
+def with_ranks_of_all_hosts(traces: list[TraceFile], issues: list[QualityIssue]) -> list[TraceFile]:
+    """The traces; of files that count the devices of one host each, the ranks of a host follow those of the one before.
+
+    Hosts are told apart by the names of files in one folder: other folders are other recordings.
+    """
+    of_hosts = [t for t in traces if t.reader.has_ranks_of_host]
+    names_of_folder: dict[str, set[str]] = defaultdict(set)
+    devices: dict[str, int] = {}
+    for t in of_hosts:
+        names_of_folder[t.file.folder].add(t.file.name)
+        devices[t.file.name] = max(devices.get(t.file.name, 0), (t.info.rank or 0) + 1)
+    if all(t.info.rank is None for t in of_hosts) or max(map(len, names_of_folder.values()), default=0) < 2:
+        return traces
+    first_rank: dict[str, int] = {}
+    for name in sorted(devices, key=natural_key):
+        first_rank[name] = sum(devices[other] for other in first_rank)
+        message = (
+            f"{name}: its devices are numbered for one host; ranks {first_rank[name]} to "
+            f"{first_rank[name] + devices[name] - 1} are assumed from the order of hosts"
+        )
+        issues.append(QualityIssue("rank_guessed", message))
+    return [
+        replace(t, job_rank=first_rank[t.file.name] + (t.info.rank or 0)) if t.reader.has_ranks_of_host else t
+        for t in traces
+    ]
 
 
 def first_paths(paths: Sequence[str]) -> str:

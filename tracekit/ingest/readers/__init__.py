@@ -87,6 +87,7 @@ class XPlaneProfiles(_BinaryFormat):
     suffixes = tuple(f".xplane.pb{packed}" for packed in ("", ".gz", ".zst"))
     contents = "work of each GPU or TPU, its steps, launches and annotations of the host; JAX, TensorFlow, PyTorch/XLA"
     package = "xplane"
+    has_ranks_of_host = True
 
     def sniff(self, head: bytes, name: str) -> bool:
         """Return whether a file is named as profiles are, and begins with a plane."""

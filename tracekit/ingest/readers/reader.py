@@ -68,6 +68,8 @@ class Reader(Protocol):
     """Whether operators state the ids of their record functions, as PyTorch's profiler writes them."""
     is_log: bool = False
     """Whether such a file, which has a part of what a profiler records, is read only where there is no other trace."""
+    has_ranks_of_host: bool = False
+    """Whether the ranks that a file states count the devices of one host, by whose name the file is called."""
     usage: str = ""
     """What to do with such a file where a trace is expected; only for formats without traces."""
 
