@@ -214,6 +214,7 @@ ACTIVITIES = table(
     column("bytes", "Bytes copied or set; null where not known."),
     column("grid", "Blocks that the kernel was launched with, such as 4096x1x1; null where not known.", _TEXT),
     column("block", "Threads of each block, such as 256x1x1; null where not known.", _TEXT),
+    column("graph_annotation", "What a CUDA graph's annotation calls the kernel, as its module; else null.", _TEXT),
     _STEP,
     _PHASE,
     _UNIT,

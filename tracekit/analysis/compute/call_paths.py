@@ -132,7 +132,16 @@ def op_modules(trace: Trace) -> pl.Series:
 
 
 def activity_modules(trace: Trace) -> pl.Series:
-    """Return, for each activity, the path of the module that launched it; null outside modules."""
+    """Return, for each activity, the path of the module that launched it; null outside modules.
+
+    Modules of a CUDA graph ran when it was captured: of its kernels, it is what the graph's annotation states.
+    """
+    stated = trace.activities["graph_annotation"]
+    launched = _launching_modules(trace)
+    return launched if stated.null_count() == len(stated) else stated.zip_with(stated.is_not_null(), launched)
+
+
+def _launching_modules(trace: Trace) -> pl.Series:
     launch = trace.activities["launch_id"]
     op_row = launch.set(((launch < 0) | (launch >= trace.ops.height)).fill_null(value=True), None)
     marks, _ = _marks(trace)

@@ -318,7 +318,8 @@ def missing_modules(run: Run) -> str | None:
         return f"no call of a module was recorded; record them: {record}"
     return (
         f"{replayed:,} of {kernel_count:,} kernels run in CUDA graphs, whose modules ran when these were captured; "
-        f"record the same program without CUDA graphs and with modules ({record}), and name it: --eager-twin RUN"
+        f"record the same program without CUDA graphs and with modules ({record}), and name it: --eager-twin RUN; or "
+        "let torch annotate the graphs: torch.cuda.graph(..., enable_annotations=True)"
     )
 
 

@@ -86,6 +86,8 @@ def on_device(
     kind[_by_stream(work["lane"].to_numpy(), kind)] = _COMMUNICATION
     undecided = kind == _UNDECIDED
     kind[undecided] = _COMPUTE
+    sizes = [(_sizes(grid), _sizes(block), annotation or None) for grid, block, annotation in events.kernel_details]
+    grids, blocks, annotations = (pl.Series(texts, dtype=pl.String) for texts in zip(*sizes, strict=True))
     table = pl.DataFrame(
         {
             "id": np.arange(len(work), dtype=np.int64),
@@ -96,8 +98,9 @@ def on_device(
             "start_ns": work["start_ns"],
             "dur_ns": work["dur_ns"],
             "bytes": work["bytes"],
-            "grid": pl.Series([_sizes(grid) for grid, _ in events.grids], dtype=pl.String).gather(work["grid"]),
-            "block": pl.Series([_sizes(block) for _, block in events.grids], dtype=pl.String).gather(work["grid"]),
+            "grid": grids.gather(work["details"]),
+            "block": blocks.gather(work["details"]),
+            "graph_annotation": annotations.gather(work["details"]),
             "host_id": id_column(np.where(launch >= 0, launch, owner)),
         }
     ).with_columns(host.context(launch, owner))

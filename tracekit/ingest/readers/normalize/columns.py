@@ -33,6 +33,9 @@ _Thread = tuple[str | None, str | None]
 OpInputs = tuple[bytes, bytes, bytes, bytes]
 """Shapes, element types, values and strides of an op's inputs, each a JSON array as the file writes it."""
 _NO_INPUTS: OpInputs = (b"", b"", b"", b"")
+KernelDetails = tuple[bytes, bytes, str]
+"""Grid and block of a kernel, each a JSON array as the file writes it; what a CUDA graph's annotation calls it."""
+_NO_DETAILS: KernelDetails = (b"", b"", "")
 
 
 def states_ranks(batch: list[Event]) -> bool:
@@ -100,8 +103,8 @@ class ColumnBuilder:
     """The place of each category, every spelling that the file uses by itself."""
     inputs: Codes = field(default_factory=lambda: Codes({_NO_INPUTS: 0}))
     """Distinct inputs of ops, with their places in the host frame's `inputs`."""
-    grids: Codes = field(default_factory=lambda: Codes({(b"", b""): 0}))
-    """Distinct grids and blocks, as the file writes them, with their places in the device frame's `grid`."""
+    kernel_details: Codes = field(default_factory=lambda: Codes({_NO_DETAILS: 0}))
+    """Distinct details of device work, with their places in the device frame's `details`."""
     _describes_collective: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
     _tables: tuple[list[dict[str, Any]], ...] = field(default_factory=lambda: ([], [], [], [], []))
     """Parts of the frames of host slices, device work, allocator events, waits and slices of unknown categories."""
@@ -233,7 +236,12 @@ class ColumnBuilder:
         if part is None:
             return None
         args = [e.args or _NO_ARGS for e in slices]
-        sizes = zip([bytes(a.grid) for a in args], [bytes(a.block) for a in args], strict=True)
+        details = zip(
+            [bytes(a.grid) for a in args],
+            [bytes(a.block) for a in args],
+            ["" if a.graph_node is None else _graph_annotation(a) for a in args],
+            strict=True,
+        )
         return (
             part
             | _columns(args, numbers.ints, "device", "stream")
@@ -242,7 +250,7 @@ class ColumnBuilder:
                 "kind": place - np.uint8(event_categories.FIRST_DEVICE),  # of unknown slices: no kind
                 "correlation": numbers.ids([a.correlation for a in args]),
                 "external_id": _external_ids(args),
-                "grid": np.fromiter(map(self.grids.__getitem__, sizes), np.int32, len(args)),
+                "details": np.fromiter(map(self.kernel_details.__getitem__, details), np.int32, len(args)),
                 "collective_args": [
                     (i, a) for i, a in enumerate(args) if a.collective is not None or a.group is not None
                 ],
@@ -351,6 +359,7 @@ _MEMORY_PLACES = ("device_type", "device_id", "address")
 _MEMORY_SIZES = ("delta_bytes", "allocated_bytes", "reserved_bytes")
 _NULLABLE = frozenset({"rank", "device", "stream", "awaited_stream", "bytes", *_MEMORY_PLACES, *_MEMORY_SIZES})
 _ENOUGH_RANKS = 0.9
+_MOST_ANNOTATION = 1000
 _ALL_PLACES = 256
 
 
@@ -395,6 +404,12 @@ def _by_itself(args: Args) -> Args:
 
 def _columns(args: list[Args], convert: Callable[[list[Any]], Ints], *names: str) -> dict[str, Ints]:
     return {name: convert(list(map(attrgetter(name), args))) for name in names}
+
+
+def _graph_annotation(args: Args) -> str:
+    """What torch.cuda's annotations of a graph call its kernel: the path of a module, else any text; "" for none."""
+    stated = (args.module_fqn, args.annotation, args.name)
+    return next((text[:_MOST_ANNOTATION] for text in stated if type(text) is str), "")
 
 
 def _external_ids(args: list[Args]) -> Ints:

@@ -7,7 +7,7 @@ from typing import Any
 import polars as pl
 
 from tracekit.ingest.readers.normalize import numbers
-from tracekit.ingest.readers.normalize.columns import CollectiveArgs, ColumnBuilder, OpInputs
+from tracekit.ingest.readers.normalize.columns import CollectiveArgs, ColumnBuilder, KernelDetails, OpInputs
 
 
 @dataclass
@@ -37,11 +37,10 @@ class Events:
     `host`: kind (index into HOST_KINDS of `event_categories`), name (into `names`), lane (into `threads`), start_ns,
     dur_ns, external_id, correlation, sequence, forward_thread (0 where absent), inputs (into `inputs`). `device`: kind
     (index into its DEVICE_KINDS), name, lane, device, stream (null if unknown), start_ns, dur_ns, correlation,
-    external_id, bytes, grid (into `grids`). `memory`: lane, at_ns, device_type, device_id, address, delta_bytes,
-    allocated_bytes, reserved_bytes. `syncs`: name, lane, start_ns, dur_ns, device, stream, awaited_stream, correlation,
-    awaited_correlation. `unknown`: slices of categories that no profiler of PyTorch writes, columns as `device`. With
-    `has_several_ranks`, each has the `rank` in its arguments. An invalid time is
-    `numbers.BAD`.
+    external_id, bytes, details (into `kernel_details`). `memory`: lane, at_ns, device_type, device_id, address,
+    delta_bytes, allocated_bytes, reserved_bytes. `syncs`: name, lane, start_ns, dur_ns, device, stream, awaited_stream,
+    correlation, awaited_correlation. `unknown`: slices of categories that no profiler of PyTorch writes, columns as
+    `device`. With `has_several_ranks`, each has the `rank` in its arguments. An invalid time is `numbers.BAD`.
     """
 
     header: dict[str, Any]
@@ -51,7 +50,7 @@ class Events:
     syncs: pl.DataFrame
     names: pl.Series
     inputs: list[OpInputs]
-    grids: list[tuple[bytes, bytes]]
+    kernel_details: list[KernelDetails]
     threads: list[tuple[str | None, str | None]]
     thread_names: dict[tuple[str | None, str | None], str]
     host_collectives: list[CollectiveArgs]
@@ -86,7 +85,7 @@ def of_columns(
         unknown=unknown,
         names=builder.names(),
         inputs=list(builder.inputs),
-        grids=list(builder.grids),
+        kernel_details=list(builder.kernel_details),
         threads=builder.threads(),
         thread_names=builder.thread_names,
         process_names=builder.process_names,

@@ -39,6 +39,9 @@ class Args(msgspec.Struct, gc=False):
     labels: Any = None
     rank: Any = None
     bytes: Any = None
+    graph_node: Any = field(default=None, name="graph node id")
+    module_fqn: Any = None
+    annotation: Any = None
     grid: Raw = _NO_RAW
     block: Raw = _NO_RAW
     delta_bytes: Any = field(default=None, name="Bytes")

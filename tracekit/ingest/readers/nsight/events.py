@@ -67,7 +67,7 @@ _UNKNOWN_STREAM = -1
 _HOST_COLUMNS = (
     "name", "lane", "start_ns", "dur_ns", "kind", "external_id", "sequence", "forward_thread", "inputs", "correlation",
 )  # fmt: skip
-_TYPES = {"name": np.uint32, "lane": np.int32, "kind": np.uint8, "inputs": np.int32, "grid": np.int32}
+_TYPES = {"name": np.uint32, "lane": np.int32, "kind": np.uint8, "inputs": np.int32, "details": np.int32}
 
 
 @dataclass
@@ -79,7 +79,7 @@ class Tables:
     process: int | None
     _names: Codes = field(default_factory=Codes)
     _threads: Codes = field(default_factory=Codes)
-    _grids: Codes = field(default_factory=lambda: Codes({(b"", b""): 0}))
+    _details: Codes = field(default_factory=lambda: Codes({(b"", b"", ""): 0}))
     _inputs: Codes = field(default_factory=lambda: Codes({(b"", b"", b"", b""): 0}))
     _host: list[dict[str, Ints]] = field(default_factory=list)
     _device: list[dict[str, Ints]] = field(default_factory=list)
@@ -167,7 +167,7 @@ class Tables:
             syncs=syncs,
             names=pl.Series("name", list(self._names), dtype=pl.String),
             inputs=list(self._inputs),
-            grids=list(self._grids),
+            kernel_details=list(self._details),
             threads=threads,
             thread_names=self._thread_names(),
             host_collectives=self._collectives,
@@ -229,7 +229,7 @@ class Tables:
                 "kind": np.full(rows, kind),
                 "correlation": np.where(correlation == MISSING, 0, correlation),
                 "external_id": np.zeros(rows, np.int64),
-                "grid": self._grid_codes(work) if "gridX" in work else np.zeros(rows, np.int64),
+                "details": self._detail_codes(work) if "gridX" in work else np.zeros(rows, np.int64),
             }
         )
         self.counts["X", {_MEMCPY: "gpu_memcpy", _MEMSET: "gpu_memset"}.get(kind, "kernel")] += rows
@@ -238,9 +238,9 @@ class Tables:
         pairs = zip(device.tolist(), queue.tolist(), strict=True)
         return np.fromiter((self._threads[pair] for pair in pairs), np.int64, len(device))
 
-    def _grid_codes(self, kernels: Mapping[str, Ints]) -> Ints:
+    def _detail_codes(self, kernels: Mapping[str, Ints]) -> Ints:
         sizes = zip(*(kernels[name].tolist() for name in _GRID), strict=True)
-        codes = (self._grids[_list(size[:3]), _list(size[3:])] for size in sizes)
+        codes = (self._details[_list(size[:3]), _list(size[3:]), ""] for size in sizes)
         return np.fromiter(codes, np.int64, len(kernels["gridX"]))
 
     def _device_names(self, table: str, work: Mapping[str, Ints]) -> Ints:
@@ -317,7 +317,7 @@ class Tables:
 
 
 _DEVICE_COLUMNS = (
-    "name", "lane", "start_ns", "dur_ns", "device", "stream", "bytes", "kind", "correlation", "external_id", "grid",
+    "name", "lane", "start_ns", "dur_ns", "device", "stream", "bytes", "kind", "correlation", "external_id", "details",
 )  # fmt: skip
 _MEMORY_TABLE = {
     "lane": pl.Int32, "at_ns": pl.Int64, "device_type": pl.Int64, "device_id": pl.Int64, "address": pl.Int64,
