@@ -213,6 +213,89 @@ def test_durations_that_contain_what_follows_are_left_out(recording, count, cate
     assert f"{len(places)} event" in quality(report)["bad_durations"]
 
 
+def _last_place(traces: dict[str, dict[str, Any]]) -> int:
+    """The place of the kernel that ends last."""
+    events = next(iter(traces.values()))["traceEvents"]
+    return max(
+        places_of(traces, KERNELS[:1]), key=lambda place: float(events[place]["ts"]) + float(events[place]["dur"])
+    )
+
+
+@pytest.mark.parametrize(("place_of", "by_us"), [("last", 2e4), ("last", 4e6), ("stream of its own", 4e6)])
+@pytest.mark.parametrize("recording", others_in_accuracy(["GPU, compiled", "GPU, two ranks"], ["GPU, compiled"]))
+def test_work_that_lasts_on_after_a_wait_for_the_device_is_left_out(recording, by_us, place_of, tmp_path):
+    """Nothing follows such a kernel on its stream, but cudaDeviceSynchronize returned before its end."""
+    traces = read(RECORDINGS[recording])
+    places = [_last_place(traces)] if place_of == "last" else followed(traces, KERNELS[:1], FEW)
+    stream = {} if place_of == "last" else {"tid": 99}
+
+    def lengthen(event: Event) -> list[Event]:
+        args = event["args"] | ({"stream": 99} if stream else {})
+        return [event | {"dur": float(event["dur"]) + by_us, "args": args} | stream]
+
+    said, report = judge(changed(traces, places, lengthen), tmp_path / "odd")
+    assert said == judge(changed(traces, places, lambda event: []), tmp_path / "without")[0]
+    assert f"{len(places)} event" in quality(report)["bad_durations"]
+
+
+def test_work_that_lasts_on_after_all_else_is_left_out_without_a_wait(tmp_path):
+    traces = read(RECORDINGS["GPU, compiled"])
+    name, trace = next(iter(traces.items()))
+    events = [event for event in trace["traceEvents"] if "DeviceSynchronize" not in str(event.get("name"))]
+    traces = {**traces, name: {**trace, "traceEvents": events}}
+    places = [_last_place(traces)]
+    odd = changed(traces, places, lambda event: [event | {"dur": float(event["dur"]) + 4e6}])
+    said, report = judge(odd, tmp_path / "odd")
+    assert said == judge(changed(traces, places, lambda event: []), tmp_path / "without")[0]
+    assert "bad_durations" in quality(report)
+
+
+WRONG_MARKS: dict[str, Callable[[Event], Event]] = {
+    "time 0": lambda event: event | {"ts": 0, "dur": 0},
+    "no duration": lambda event: event | {"dur": 0},
+    "negative duration": lambda event: event | {"dur": -9000},
+    "not a time": lambda event: event | {"ts": "n/a"},
+    "a year later": lambda event: event | {"ts": float(event["ts"]) + YEAR_US},
+}
+MARK_CASES = [(wrong, which) for wrong in WRONG_MARKS for which in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "which"), others_in_accuracy(MARK_CASES, [("time 0", 1), ("no duration", 0), ("not a time", 2)])
+)
+def test_a_step_whose_mark_has_a_wrong_time_is_the_time_between_the_others(wrong, which, tmp_path):
+    traces = read(RECORDINGS["GPU, compiled"])
+    events = next(iter(traces.values()))["traceEvents"]
+    marks = [n for n in places_of(traces, ("user_annotation",)) if str(events[n]["name"]).startswith("ProfilerStep")]
+    assert len(marks) == 3
+    for name, odd in (("odd", changed(traces, [marks[which]], lambda e: [WRONG_MARKS[wrong](e)])), ("right", traces)):
+        judge(odd, tmp_path / name)
+    odd_steps, steps = (
+        loader.load(str(tmp_path / name / "run"), cache=False).trace(0).steps for name in ("odd", "right")
+    )
+    # The device's windows are known to the nanosecond: each is from its first work to that of the next step.
+    assert odd_steps.select("step", "start_ns", "end_ns").equals(steps.select("step", "start_ns", "end_ns"))
+    inner = odd_steps["host_start_ns"][1:] - steps["host_start_ns"][1:]
+    assert inner.abs().max() < 50_000  # marks follow each other within 20 µs
+    run = loader.load(str(tmp_path / "odd" / "run"), cache=False)
+    assert "unmarked_steps" in run.trace(0).data_quality["kind"]
+
+
+def test_a_step_ends_where_work_of_unmarked_steps_begins(tmp_path):
+    """Of two steps in a row that lack their marks nothing says where one ends: neither belongs to the step before."""
+    traces = read(RECORDINGS["CPU, stacks"])
+    events = next(iter(traces.values()))["traceEvents"]
+    lost = [n for n, event in enumerate(events) if event.get("name") in ("ProfilerStep#12", "ProfilerStep#13")]
+    judge(changed(traces, lost, lambda event: []), tmp_path / "odd")
+    judge(traces, tmp_path / "right")
+    odd_steps, steps = (
+        loader.load(str(tmp_path / name / "run"), cache=False).trace(0).steps for name in ("odd", "right")
+    )
+    assert odd_steps["step"].to_list() == [10, 11, 14, 15]
+    windows = steps.filter(steps["step"].is_in([10, 11, 14, 15])).select("step", "start_ns", "end_ns")
+    assert odd_steps.select("step", "start_ns", "end_ns").equals(windows)
+
+
 ANNOTATIONS = ("user_annotation",)
 EVERY = {
     "operators at time 0": (OPS, lambda event: _set(event, "ts", 0)),

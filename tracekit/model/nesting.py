@@ -1,5 +1,7 @@
 """Which slice encloses which: vectorised arithmetic on nested slices of threads."""
 
+import bisect
+
 import numpy as np
 import numpy.typing as npt
 
@@ -94,3 +96,25 @@ def levels(parent: Ints, rows: Ints) -> list[Ints]:
         depth[below], jump[below] = depth[below] + depth[further], jump[further]  # twice as far each time
     order = rows[np.argsort(depth[rows], kind="stable")]
     return np.split(order, np.flatnonzero(np.diff(depth[order])) + 1) if len(order) else []
+
+
+def longest_rise(values: Ints) -> Ints:
+    """Indices of a longest sequence of values that do not fall.
+
+    >>> longest_rise(np.array([1, 9, 2, 3, 0, 4])).tolist()
+    [0, 2, 3, 5]
+    """
+    tails: list[int] = []
+    at: list[int] = []
+    before = np.full(len(values), -1, np.int64)
+    for index, value in enumerate(values.tolist()):
+        place = bisect.bisect_right(tails, value)
+        before[index] = at[place - 1] if place else -1
+        tails[place : place + 1] = [value]
+        at[place : place + 1] = [index]
+    chain = []
+    index = at[-1] if at else -1
+    while index >= 0:
+        chain.append(index)
+        index = int(before[index])
+    return np.array(chain[::-1], np.int64)

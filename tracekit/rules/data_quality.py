@@ -155,6 +155,7 @@ _KINDS = {
         "If a tool filtered the events, use the complete trace, or keep the argument External id of ops: idle time may "
         "be work that was not recorded.",
     ),
+    "unmarked_steps": _Kind(_INFO, "No action needed, if each of these steps is between the others without a pause."),
     **dict.fromkeys(_STEP_KINDS, _Kind(_INFO, _MARK_STEPS.training)),
     "iterations_differ": _Kind(_WARNING, "Compare ranks by collectives, not by step. " + _STEP),
     "unlinked": _degrading(

@@ -84,6 +84,12 @@ def _content(events: Events, steps: Steps) -> Iterator[Row]:
             "profiler.step() in every step."
         )
         yield "no_steps", message, 0.0
+    if steps.between_marks:
+        message = (
+            f"{units.count(len(steps.between_marks), 'step')} have no mark with a usable time: "
+            f"{units.ranges(steps.between_marks)}; each is the time between the steps before and after it."
+        )
+        yield "unmarked_steps", message, 0.0
     if events.unmatched:
         message = f"{events.unmatched:,} begin or end events lack their counterpart and were ignored."
         yield "unmatched_pairs", message, events.unmatched / total

@@ -115,8 +115,11 @@ class Host:
         return picked if otherwise is None else np.where(picked >= 0, picked, self._at(which, otherwise, None))
 
 
-def build(frame: pl.DataFrame, distinct: pl.Series, inputs: list[OpInputs], lanes: Ints) -> Host:
-    """Build the slices of `frame` (columns of `Events.host`, and row); `lanes` numbers the threads in use."""
+def build(frame: pl.DataFrame, distinct: pl.Series, inputs: list[OpInputs], lanes: Ints, lost_steps: Ints) -> Host:
+    """Build the slices of `frame` (columns of `Events.host`, and row); `lanes` numbers the threads in use.
+
+    `lost_steps` are the numbers of steps whose marks were left out.
+    """
     names_info = name_patterns.host_names(distinct)
     start, dur = frame["start_ns"].to_numpy(), frame["dur_ns"].to_numpy()
     lane = lanes[frame["lane"].to_numpy()] if len(frame) else np.empty(0, np.int64)
@@ -136,7 +139,7 @@ def build(frame: pl.DataFrame, distinct: pl.Series, inputs: list[OpInputs], lane
     )
     parent, late, around = nesting.parents_and_crossings(lane, start, start + dur)
     marked = (kind == _KIND["annotation"]) | (kind == _KIND["cpu_op"])
-    host_steps = steps.find(names_info, name_id, marked, start, start + dur)
+    host_steps = steps.find(names_info, name_id, marked, start, start + dur, lost_steps)
     is_span = names_info.span.is_not_null().to_numpy()[name_id] & (kind == _KIND["annotation"])
     return Host(
         names=names_info,

@@ -7,10 +7,11 @@ import numpy.typing as npt
 import polars as pl
 
 from tracekit.ingest.readers.normalize import name_patterns
-from tracekit.ingest.readers.normalize.host_slices import Host
+from tracekit.ingest.readers.normalize.host_slices import Host, first_of
 from tracekit.ingest.readers.normalize.odd_slices import (
     KIND,
     LEAST_CROSSINGS,
+    LEAST_DISORDER_NS,
     LONGEST_NS,
     LONGEST_SPANS,
     MOST_RATIO,
@@ -31,6 +32,10 @@ _MOST_LONG_RATIO = 0.25
 """Share of a stream's activities that contain others from which on the stream runs several at once."""
 _MOST_AT_ONCE = 10
 """Activities that a stream runs at once in the mean: one in recordings, a few where a tool has merged streams."""
+_DEVICE_WAIT = r"^(cuda|hip)DeviceSynchronize$|^cuCtxSynchronize$"
+"""Calls that return when all work of the device that was launched before has ended."""
+_MOST_UNAWAITED_RATIO, _FEW_UNAWAITED = 0.01, 3
+"""Share of a device's activities from which on its clock differs from the host's; of short recordings, so many."""
 _LEAST_OVERLAP_NS = 10_000
 """Times may be rounded to whole µs."""
 _ROUNDING_NS = 1_000
@@ -78,6 +83,51 @@ def without_overlong_work(slices: Slices, names: pl.Series, odd: OddValues) -> S
     flags[order] = is_odd
     flags[order[~is_odd]] = _is_crowded(stream[~is_odd], start[~is_odd], dur[~is_odd])
     return _without_overlong(slices, np.zeros(slices.host.height, bool), flags, names, odd)
+
+
+def without_unawaited_work(slices: Slices, names: pl.Series, odd: OddValues) -> Slices:
+    """Leave out activities that last on after a call that waits for all of the device has returned.
+
+    Or, where no such call follows, that last on after all else for longer than the rest of the recording takes: the
+    host records until the profiler stops, and what has not ended then is not recorded. Only single ones that are ten
+    times longer than the same kernel, or else all other work, is elsewhere: clocks of host and device may differ.
+    """
+    host, device = slices.host, slices.device
+    if host.is_empty() or device.height < 2:
+        return slices
+    start, dur, name = (device[column].to_numpy().astype(np.int64) for column in ("start_ns", "dur_ns", "name"))
+    end = start + dur
+    is_late = end > _awaited_until(host, device, names)
+    latest = int(np.argmax(end))
+    others_ns = np.concatenate([np.delete(end, latest), host.select(pl.col("start_ns") + pl.col("dur_ns")).to_series()])
+    begin_ns = int(slices.start_ns.min())
+    is_late[latest] |= end[latest] - others_ns.max() > max(others_ns.max() - begin_ns, _LEAST_OVERLAP_NS)
+    if not is_late.any() or is_late.sum() > max(_MOST_UNAWAITED_RATIO * len(is_late), _FEW_UNAWAITED):
+        return slices
+    kernel_ns, device_ns = _longest_by(name[None], dur, ~is_late), int(dur[~is_late].max(initial=0))
+    flags = is_late & (dur > _LONG_TIMES * np.where(kernel_ns >= 0, kernel_ns, device_ns))
+    return _without_overlong(slices, np.zeros(host.height, bool), flags, names, odd)
+
+
+def _awaited_until(host: pl.DataFrame, device: pl.DataFrame, names: pl.Series) -> Ints:
+    """When the first call returned that waits for all of the device after the launch of each activity; never: 2^63.
+
+    Of several devices the call waits for one that it does not state.
+    """
+    never = np.iinfo(np.int64).max
+    is_call = (host["kind"] == KIND["runtime"]).to_numpy()
+    waits_for_all = is_call & names.str.contains(_DEVICE_WAIT).to_numpy()[host["name"].to_numpy()]
+    if not waits_for_all.any() or device["device"].n_unique() > 1:
+        return np.full(device.height, never)
+    waits = host.filter(pl.Series(waits_for_all)).sort("start_ns")
+    calls = host.filter(pl.Series(is_call))
+    call = first_of(calls["correlation"].to_numpy(), device["correlation"].to_numpy())
+    launched_ns = np.where(
+        call >= 0, (calls["start_ns"] + calls["dur_ns"]).to_numpy()[np.maximum(call, 0)], device["start_ns"].to_numpy()
+    )
+    returns = (waits["start_ns"] + waits["dur_ns"]).to_numpy() + LEAST_DISORDER_NS
+    earliest = np.append(np.minimum.accumulate(returns[::-1])[::-1], never)
+    return np.asarray(earliest[np.searchsorted(waits["start_ns"].to_numpy(), launched_ns)])
 
 
 def without_crossing_calls(slices: Slices, names: pl.Series, odd: OddValues) -> Slices:

@@ -1,7 +1,5 @@
 """Events at impossible times: far from all others, or against the order in which a stream was given its work."""
 
-import bisect
-
 import numpy as np
 import polars as pl
 
@@ -11,6 +9,7 @@ from tracekit.ingest.readers.normalize.odd_durations import DEEP_RATIO, crossing
 from tracekit.ingest.readers.normalize.odd_slices import (
     KIND,
     LEAST_CROSSINGS,
+    LEAST_DISORDER_NS,
     LONGEST_NS,
     LONGEST_SPANS,
     MOST_RATIO,
@@ -18,6 +17,7 @@ from tracekit.ingest.readers.normalize.odd_slices import (
     Slices,
     streams,
 )
+from tracekit.model import nesting
 from tracekit.model.nesting import Flags, Ints
 
 _LEAST_DISTANCE_NS = 1_000_000_000
@@ -26,8 +26,6 @@ _FAR_SPANS = 100
 """Times the length of the recording between it and an event that does not belong to it."""
 _FEW_RATIO = 0.01
 """Share of all events below which those at another time are odd, whatever they look like."""
-_LEAST_DISORDER_NS = 50_000
-"""Times of devices are converted to the host's clock: 17 µs of error occur in traces of V100s."""
 _MOST_DISORDER_RATIO = 0.25
 """Share of launched work from which on calls have the numbers of other work."""
 _MOST_CROSSING_RATIO = 0.1
@@ -109,12 +107,12 @@ def in_launch_order(slices: Slices, odd: OddValues) -> Slices:
     call_ns = host["start_ns"].to_numpy()[is_call][call[launched]]
     returned_ns = call_ns + host["dur_ns"].to_numpy()[is_call][call[launched]]
     start_ns, stream = device["start_ns"].to_numpy()[launched], streams(device)[launched]
-    is_early = call_ns - start_ns > _LEAST_DISORDER_NS
+    is_early = call_ns - start_ns > LEAST_DISORDER_NS
     # A clock that differs keeps the order, and differs for many.
     wrong = is_early & (is_early.mean() <= _FEW_RATIO)
     order = np.lexsort((start_ns, call_ns, stream))
     order = order[~wrong[order]]
-    falls = (stream[order[1:]] == stream[order[:-1]]) & (np.diff(start_ns[order]) < -_LEAST_DISORDER_NS)
+    falls = (stream[order[1:]] == stream[order[:-1]]) & (np.diff(start_ns[order]) < -LEAST_DISORDER_NS)
     for which in np.unique(stream[order[1:]][falls]):
         rows = order[stream[order] == which]
         wrong[rows] = _contradicts(start_ns[rows], call_ns[rows], returned_ns[rows])
@@ -226,7 +224,7 @@ def _is_window(slices: Slices) -> bool:
 def _contradicts(start: Ints, call: Ints, returned: Ints) -> Flags:
     """Flag the fewest activities of a stream, by call, without which starts rise; calls that overlap have no order."""
     rises = np.zeros(len(start), bool)
-    rises[_longest_rise(start)] = True
+    rises[nesting.longest_rise(start)] = True
     latest_before = np.maximum.accumulate(np.where(rises, start, np.iinfo(np.int64).min))
     earliest_after = np.minimum.accumulate(np.where(rises, start, np.iinfo(np.int64).max)[::-1])[::-1]
     # Calls that began after this one returned, and those that had returned when it began.
@@ -234,28 +232,6 @@ def _contradicts(start: Ints, call: Ints, returned: Ints) -> Flags:
     earlier = np.searchsorted(np.maximum.accumulate(returned), call, side="right")
     after_ns = np.append(earliest_after, np.iinfo(np.int64).max)[later]
     before_ns = np.append(np.iinfo(np.int64).min, latest_before)[earlier]
-    is_late = after_ns < start - _LEAST_DISORDER_NS
-    is_early = before_ns > start + _LEAST_DISORDER_NS
+    is_late = after_ns < start - LEAST_DISORDER_NS
+    is_early = before_ns > start + LEAST_DISORDER_NS
     return np.asarray(~rises & (is_late | is_early))
-
-
-def _longest_rise(values: Ints) -> Ints:
-    """Indices of a longest sequence of values that do not fall.
-
-    >>> _longest_rise(np.array([1, 9, 2, 3, 0, 4])).tolist()
-    [0, 2, 3, 5]
-    """
-    tails: list[int] = []
-    at: list[int] = []
-    before = np.full(len(values), -1, np.int64)
-    for index, value in enumerate(values.tolist()):
-        place = bisect.bisect_right(tails, value)
-        before[index] = at[place - 1] if place else -1
-        tails[place : place + 1] = [value]
-        at[place : place + 1] = [index]
-    chain = []
-    index = at[-1] if at else -1
-    while index >= 0:
-        chain.append(index)
-        index = int(before[index])
-    return np.array(chain[::-1], np.int64)

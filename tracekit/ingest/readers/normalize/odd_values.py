@@ -21,7 +21,8 @@ def without_odd_values(slices: Slices, names: pl.Series, odd: OddValues) -> Slic
     slices = odd_durations.without_absurd(slices, names, odd)
     slices = odd_durations.without_crossing_calls(slices, names, odd)
     slices = odd_times.in_launch_order(slices, odd)
-    return odd_durations.without_overlong_work(slices, names, odd)
+    slices = odd_durations.without_overlong_work(slices, names, odd)
+    return odd_durations.without_unawaited_work(slices, names, odd)
 
 
 def _without_repeated(slices: Slices, odd: OddValues) -> Slices:

@@ -10,9 +10,17 @@ import numpy.typing as npt
 import polars as pl
 
 from tracekit.ingest.readers.normalize.name_patterns import HostNames
-from tracekit.model.nesting import Flags, Ints
+from tracekit.model.nesting import Flags, Ints, longest_rise
 
 _LAST = np.iinfo(np.int64).max
+_LEAST_FOLLOWING = 2
+"""Pairs of successive steps, by which it is known that steps follow each other at once."""
+_MOST_PAUSE_RATIO = 0.05
+"""Share of a step: the profiler's marks follow each other within 0.1 ms, other programs work between their marks."""
+_MOST_WRONG_RATIO = 0.34
+"""One of three marks at most: of more, nothing says which are right."""
+_LEAST_STEP_RATIO = 0.25
+"""Share of the typical step: less is a pause between two steps, of which one was not to be marked."""
 
 _Row = tuple[int | None, int | None, int | None, int, int, int | None]
 
@@ -35,6 +43,8 @@ class Steps:
     on_device: bool = False
     layers: int = 0
     reason: str = ""
+    between_marks: tuple[int, ...] = ()
+    """Steps without a mark of their own: each is the time between the marks of the steps before and after it."""
 
     def at(self, times: Ints) -> Ints:
         """Return the index of the step whose window contains each time; -1 outside all steps."""
@@ -44,8 +54,11 @@ class Steps:
         return np.where((index >= 0) & (times < self.end_ns[np.maximum(index, 0)]), index, -1)
 
 
-def find(names: HostNames, name_id: Ints, marked: Flags, start: Ints, end: Ints) -> Steps:
-    """Return the steps that slices mark; `name_id` is each slice's name, `marked` whether it may mark a step."""
+def find(names: HostNames, name_id: Ints, marked: Flags, start: Ints, end: Ints, lost: Ints) -> Steps:
+    """Return the steps that slices mark; `name_id` is each slice's name, `marked` whether it may mark a step.
+
+    `lost` are the numbers of steps of the profiler whose marks have no usable time.
+    """
     marks = np.flatnonzero(names.step.is_not_null().to_numpy()[name_id] & marked)
     if not len(marks):
         # Steps that end where the optimizer steps, counted from 0; later work belongs to no step. Several optimizers
@@ -64,7 +77,41 @@ def find(names: HostNames, name_id: Ints, marked: Flags, start: Ints, end: Ints)
     step = names.step.gather(name_id[marks]).to_numpy().astype(np.int64)
     _, first = np.unique(step, return_index=True)
     first = np.sort(first)
-    return Steps(step[first], start[marks][first], end[marks][first])
+    step, begins, ends = step[first], start[marks][first], end[marks][first]
+    is_wrong = _contradicts(step, ends - begins)
+    lost, usable = np.union1d(lost, step[is_wrong]), ~is_wrong
+    return _with_unmarked(step[usable], begins[usable], ends[usable], lost, int(start.min()), int(end.max()))
+
+
+def _contradicts(step: Ints, dur: Ints) -> Flags:
+    """Flag marks, by start, that take no time or without which the numbers rise, if they are few."""
+    is_wrong = dur == 0
+    rising = np.flatnonzero(~is_wrong)[longest_rise(step[~is_wrong])]
+    is_wrong[np.setdiff1d(np.arange(len(step)), rising)] = True
+    return np.asarray(is_wrong & (is_wrong.mean() <= _MOST_WRONG_RATIO))
+
+
+def _with_unmarked(step: Ints, start: Ints, end: Ints, lost: Ints, first_ns: int, last_ns: int) -> Steps:
+    """The steps of marks, and those whose mark is `lost`: the time between the marks before and after it.
+
+    A number that is missing between two marks is such a step too where steps follow each other at once. Of the first or
+    last step it is the time from the first slice (`first_ns`) or to the end of the last one (`last_ns`).
+    """
+    pause_ns, typical_ns = start[1:] - end[:-1], np.median(end - start)
+    follows = np.diff(step) == 1
+    is_dense = follows.sum() >= _LEAST_FOLLOWING and np.median(pause_ns[follows]) <= _MOST_PAUSE_RATIO * typical_ns
+    numbers = [int(step[0]) - 1, *(step[:-1] + 1).tolist(), int(step[-1]) + 1]
+    begins, ends = np.append(first_ns, end), np.append(start, last_ns)
+    is_one = np.concatenate([[True], np.diff(step) == 2, [True]])
+    is_missing = is_one & (np.isin(numbers, lost) | (is_dense & np.concatenate([[False], is_one[1:-1], [False]])))
+    places = np.flatnonzero(is_missing & (ends - begins > _LEAST_STEP_RATIO * typical_ns))
+    unmarked = np.array(numbers)[places]
+    return Steps(
+        np.insert(step, places, unmarked),
+        np.insert(start, places, begins[places]),
+        np.insert(end, places, ends[places]),
+        between_marks=tuple(unmarked.tolist()),
+    )
 
 
 def device_windows(steps: Steps, activities: pl.DataFrame, lanes: pl.DataFrame) -> pl.DataFrame:
@@ -84,12 +131,13 @@ def device_windows(steps: Steps, activities: pl.DataFrame, lanes: pl.DataFrame) 
         if on_device.any() and not (step_index >= 0).any():
             rows.append((None, None, None, int(start[on_device].min()), int(end[on_device].max()), device))
         elif (on_device & computes).any():
-            main = on_device & (lane == _busiest(lane, end - start, on_device & computes)) & (step_index >= 0)
+            on_main = on_device & (lane == _busiest(lane, end - start, on_device & computes))
             rows += _of_device(
                 steps,
                 device,
-                _min_per_step(step_index, start, main, steps),
+                _min_per_step(step_index, start, on_main & (step_index >= 0), steps),
                 -_min_per_step(step_index, -end, on_device & (step_index >= 0), steps),
+                np.sort(start[on_main & (step_index < 0)]),
             )
     rows.sort(key=lambda row: (row[3], -1 if row[5] is None else row[5]))
     names = ("step", "host_start_ns", "host_end_ns", "start_ns", "end_ns", "device")
@@ -121,11 +169,19 @@ def _min_per_step(step_index: Ints, times: Ints, among: npt.NDArray[np.bool_], s
     return smallest
 
 
-def _of_device(steps: Steps, device: int | None, start: Ints, end: Ints) -> list[_Row]:
-    """Return the windows of steps with a start: each ends where the next starts, the last at its own end."""
+def _of_device(steps: Steps, device: int | None, start: Ints, end: Ints, outside: Ints) -> list[_Row]:
+    """Return the windows of steps with a start: each ends where the next starts, the last at its own end.
+
+    `outside` are the starts of work of no step on the main lane, in order.
+    """
     started = np.flatnonzero(start != _LAST)
     started = started[np.argsort(start[started], kind="stable")]
     until = np.append(start[started][1:], end[started][-1:])
+    # Work of steps without a mark lies between those whose numbers do not follow each other.
+    for place in np.flatnonzero(np.diff(steps.step[started]) > 1).tolist():
+        outside_after = outside[np.searchsorted(outside, start[started[place]]) :]
+        own_end_ns = outside_after[0] if len(outside_after) else end[started[place]]
+        until[place] = min(until[place], own_end_ns)
     columns = (steps.step[started], steps.start_ns[started], steps.end_ns[started], start[started], until)
     rows = zip(*(column.tolist() for column in columns), strict=True)
     if steps.on_device:  # nothing is known of the host

@@ -62,7 +62,7 @@ def build_trace(
     timed = odd_values.without_odd_values(timed, events.names, odd)
     slices, device = timed.host, timed.device
     threads, lanes = _lanes(events, slices)
-    built = host_slices.build(slices, events.names, events.inputs, threads)
+    built = host_slices.build(slices, events.names, events.inputs, threads, _lost_steps(events, slices))
     work_end_ns = int((device["start_ns"] + device["dur_ns"]).max() or 0)  # type: ignore[arg-type]
     # What is wrong within a wrong slice shows once that one is gone. Durations in ms are rounded, so that slices cross.
     for _ in range(_MAX_PASSES if odd.host_scale <= 1 else 0):
@@ -71,7 +71,7 @@ def build_trace(
             break
         slices = odd_durations.without_calls(slices, built, overlong, odd)
         threads, lanes = _lanes(events, slices)
-        built = host_slices.build(slices, events.names, events.inputs, threads)
+        built = host_slices.build(slices, events.names, events.inputs, threads, _lost_steps(events, slices))
     ids = host_slices.first_of(built.row + 1, np.array([s.row + 1 for s in events.host_collectives], np.int64))
     slice_args = {index: s.args for index, s in zip(ids.tolist(), events.host_collectives, strict=True) if index >= 0}
     undecided = pl.DataFrame(schema={"name": pl.String, "dur_ns": pl.Int64})
@@ -124,6 +124,15 @@ def build_trace(
         },
         deferred_bytes=built.size_bytes + int(memory.estimated_size()),
     )
+
+
+def _lost_steps(events: Events, slices: pl.DataFrame) -> Ints:
+    """Numbers of the profiler's steps whose marks are in the file, but not among the slices that are used."""
+    numbers_of_names = events.names.str.extract(r"^ProfilerStep#(\d{1,15})$").cast(pl.Int64)
+    if len(slices) == len(events.host) or not numbers_of_names.count():
+        return np.empty(0, np.int64)
+    stated, marked = (numbers_of_names.gather(frame["name"]).drop_nulls() for frame in (events.host, slices))
+    return np.setdiff1d(stated.to_numpy(), marked.to_numpy())
 
 
 def sync_table(syncs: pl.DataFrame, names: pl.Series, host: Host) -> pl.DataFrame:
