@@ -120,8 +120,9 @@ class InterruptedPython(Rule):
     whenever it comes back from an op.
 
     How it is measured: each pause of Python between two ops against the same pause in the other steps. Every step must
-    lose a tenth of its time, of four steps or more, and half of all that is slower than at its fastest must be Python:
-    where threads lack a core, ops are slower, too. The message quotes the median step of the worst rank.
+    lose a tenth of its time, of four steps or more, and half of all that is slower than at its fastest must be Python,
+    clearly more than Python has of the fastest steps: where threads lack a core, ops are slower, too. The message
+    quotes the median step of the worst rank.
 
     How to fix: move that work into a process (torch.multiprocessing, AsyncCheckpointerType.PROCESS, DataLoader workers
     instead of threads); let it release the GIL (NumPy, compression and file I/O on large buffers do).

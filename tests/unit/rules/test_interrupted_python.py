@@ -51,6 +51,14 @@ def test_where_ops_are_slower_too_the_thread_lacks_a_core():
     assert _pauses(lambda step, number: 5000 if _is_interrupted(step, number) else 5, ops).is_empty()
 
 
+def test_what_strikes_python_and_ops_as_often_as_they_run_is_another_program():
+    """Python takes two thirds of the fastest step, and has two thirds of what interrupts."""
+    ops = [Op("aten::mm", 2505 if number % 10 == 5 else 5) for number in range(50)]
+    assert _pauses(lambda step, number: 5000 if _is_interrupted(step, number) else 10, ops).is_empty()
+    calm_ops = [Op("aten::mm", 5)] * 50
+    assert _pauses(lambda step, number: 5000 if _is_interrupted(step, number) else 10, calm_ops).height
+
+
 def test_the_finding_has_its_cost_and_cause():
     [finding] = InterruptedPython().check(interrupted_run())
     assert finding.cost_ns == 5 * 4995 * US
