@@ -46,6 +46,12 @@ def test_one_slow_call_of_a_kind_is_no_slow_kind():
     assert findings([*FAST_OPS, *[Op("aten::mul", 13)] * 3, Op("aten::mul", 2000)], SlowArithmetic()) == ()
 
 
+def test_a_call_that_was_interrupted_costs_what_its_kind_does():
+    """Other programs may take the core in one of many slow calls: that is no arithmetic."""
+    (finding,) = findings([*FAST_OPS, *[Op("aten::mul", 260)] * 3, Op("aten::mul", 3000)], SlowArithmetic())
+    assert finding.cost_ns == pytest.approx((3 * 247 + 507) * US, rel=0.05)
+
+
 def test_casts_that_are_reverted_warn(wording):
     (finding,) = findings([*FAST_OPS, *CAST], RepeatedCasts())
     assert finding.severity is Severity.WARNING

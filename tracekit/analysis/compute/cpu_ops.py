@@ -32,6 +32,9 @@ _FAST_SHARE = 0.75
 _SLOW_RATIO = 5
 """Times as long as usual from which ops are slow: strided ones of healthy trainings take up to twice, denormal numbers
 take 26 times as long."""
+_MOST_MEDIANS = 2
+"""Medians of its kind up to which a call's time is that of its arithmetic: single calls of 38 ms, of a kind that takes
+0.3 ms, were interrupted by other programs."""
 _MIN_CALLS = 4  # of a kind in a trace
 _SMALL_NS = 20_000
 _SMALL_BYTES = 64 << 10
@@ -50,9 +53,9 @@ _CALL = ("name", "shapes", "dtypes", "arguments", "strides")
 def slow_arithmetic(trace: Trace) -> pl.DataFrame:
     """Elementwise arithmetic of a CPU run far below the rate of other such ops of the same element type and size.
 
-    Columns COLUMNS: usual_ns (at that rate), saved_ns (beyond it); one row per call. The usual rate is the upper
-    quartile over kinds of calls (operator, shapes) of each one's median. Calls of a kind are slow if their median takes
-    five times as long as usual. Sizes are alike within a factor of 4.
+    Columns COLUMNS: usual_ns (at that rate), saved_ns (beyond it, up to twice the median of its kind); one row per
+    call. The usual rate is the upper quartile over kinds of calls (operator, shapes) of each one's median. Calls of a
+    kind are slow if their median takes five times as long as usual. Sizes are alike within a factor of 4.
     """
     calls = calls_with_inputs(trace)
     name = pl.col("name").str.strip_prefix("aten::").str.strip_suffix("_")
@@ -70,10 +73,11 @@ def slow_arithmetic(trace: Trace) -> pl.DataFrame:
     slow = rated.with_columns(usual_ns=usual_ns).filter(
         pl.col("kinds") >= _MIN_KINDS, pl.col("median_ns") > _SLOW_RATIO * pl.col("usual_ns")
     )
-    rows = arithmetic.join(slow.select(*_CALL, "usual_ns"), on=_CALL, nulls_equal=True, maintain_order="left")
-    return schema.conform(
-        rows.with_columns(op="name", saved_ns=(pl.col("dur_ns") - pl.col("usual_ns")).clip(0)), COLUMNS
+    rows = arithmetic.join(
+        slow.select(*_CALL, "usual_ns", "median_ns"), on=_CALL, nulls_equal=True, maintain_order="left"
     )
+    slow_ns = pl.min_horizontal("dur_ns", (_MOST_MEDIANS * pl.col("median_ns")).cast(pl.Int64))
+    return schema.conform(rows.with_columns(op="name", saved_ns=(slow_ns - pl.col("usual_ns")).clip(0)), COLUMNS)
 
 
 @trace_fact
