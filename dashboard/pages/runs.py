@@ -89,6 +89,8 @@ def _headline(entries: Sequence[RunEntry], progress: Progress) -> Headline:
     more = f"{len(summaries):,} of {units.count(len(summaries) + unchecked, 'run')} checked" if unchecked else ""
     if more and progress.current:
         more += f"; {escaping.inert(progress.current, MAX_NAME)} is being checked"
+    if not summaries and progress.waiting:
+        return Headline(f"Checking {units.count(progress.waiting, 'run')}, the smallest first", more)
     if not summaries:
         return Headline(more or "No run can be opened")
     name = max(summaries, key=lambda name: runs_table.largest_saving(summaries[name]))
