@@ -18,7 +18,7 @@ def with_pauses_of_one_rank(gaps: pl.DataFrame, waits: pl.DataFrame) -> pl.DataF
     if rank_count < 2:
         return gaps
     by_place = gaps.filter("synced").drop_nulls("name").group_by(*_PLACE, "rank").agg(pl.col("dur_ns").sum())
-    pauses = by_place.join(with_alike(waits), on=["window", "step", "rank"], how="left")
+    pauses = by_place.join(with_alike(waits), on=["window", "step", "rank"], how="left", nulls_equal=True)
     alone = pauses_of_one_rank(pauses, rank_count).select(*_PLACE, "rank", is_alone=pl.lit(value=True))
     marked = gaps.join(alone, on=[*_PLACE, "rank"], how="left", nulls_equal=True, maintain_order="left")
     return marked.with_columns(synced=pl.col("synced") & pl.col("is_alone").is_null()).drop("is_alone")

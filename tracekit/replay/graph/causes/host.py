@@ -344,7 +344,8 @@ def _without_pauses_of_one_rank(graph: Graph, pauses_ns: Ints, after_wait: Flags
     nodes = graph.frame.select("at", "rank", "step", "what", name="call", window=pl.lit(0)).with_columns(waits)
     numbered = nodes.filter(what=HOST).with_columns(nth=pl.int_range(pl.len()).over("rank", "step", "name"))
     alike = idle_after_sync.with_alike(numbered.group_by("window", "step", "rank").agg(pl.col("waits").sum()))
-    numbered = numbered.join(alike, on=["window", "step", "rank"], how="left", maintain_order="left")
+    of_step = ["window", "step", "rank"]
+    numbered = numbered.join(alike, on=of_step, how="left", nulls_equal=True, maintain_order="left")
     at = numbered["at"].to_numpy()
     pauses = numbered.with_columns(dur_ns=pl.Series(pauses_ns[at], dtype=pl.Int64)).filter(pl.Series(after_wait[at]))
     alone = idle_after_sync.pauses_of_one_rank(pauses, rank_count)
