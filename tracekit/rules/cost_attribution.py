@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import polars as pl
 
@@ -14,7 +14,8 @@ from tracekit.replay.graph import representative_ranks, savings
 from tracekit.replay.graph.causes.cause import Cause, Pricing
 from tracekit.replay.graph.causes.stalls import OCCASIONAL_STRAGGLER, SINGLE_STALL, STALLED_COLLECTIVE, Removal
 from tracekit.replay.graph.nodes import WORK
-from tracekit.rules import outlier_steps, slow_collectives, stragglers
+from tracekit.rules import outlier_steps, slow_collectives, straggler_consequences, stragglers
+from tracekit.rules.mean_saving import mean_saving
 from tracekit.rules.rule import Finding, Report, Severity, WhatIf, sort_findings, warnings
 
 _MIN_LAUNCHED_RATIO = 0.9
@@ -50,7 +51,8 @@ def attribute_costs(report: Report) -> Report:
     2. STEP004: only its stalled collectives are removed. Causes in the time of transfers are priced without them.
     3. Data loading, blocking calls, allocator calls, saves, device stalls and clock drops.
     4. Stragglers, which may be late because of 3: without the causes of 3 that have a warning. If less than half of the
-       cost remains, the finding becomes information.
+       cost remains, the finding becomes information. Of several, each is priced after the costlier ones. Smaller stalls
+       of 1, and copies, of a straggler alone are information if its price contains them.
     5. Ranks that are late in some steps, then late launches: without all of these and without stragglers.
 
     In a run with many ranks, representative ranks are replayed, and a note names them. The cost of a finding on other
@@ -91,6 +93,9 @@ def attribute_costs(report: Report) -> Report:
     if removed:
         findings = [_beyond(run, finding, removed, causing) for finding in findings]
         findings = [outlier_steps.downgrade_repeated(finding, findings, stalls) for finding in findings]
+        findings = [
+            straggler_consequences.within_stragglers(report.run, run, finding, findings) for finding in findings
+        ]
     notes = report.notes
     if run is not report.run:
         count = f"{len(run.ranks)} of {len(report.run.ranks):,} ranks"
@@ -141,7 +146,7 @@ def saved_by(report: Report, removals: Sequence[Removal]) -> int:
         here.append(replace(removal, stalls=tuple(span for span in spans if span.stall in names)))
     run = representative_ranks.run_of(report.run, tuple(removal.ranks for removal in removals if removal.ranks))
     first = _stalled_before(here[-1], slow_collectives.removal(report.run, report.findings)) + tuple(here[:-1])
-    solo, after = _mean_saving(run, here[-1]), _mean_saving(run, here[-1], first)
+    solo, after = mean_saving(run, here[-1]), mean_saving(run, here[-1], first)
     return max(0, min(saving.saved_ns for saving in (solo, after) if saving)) if solo else 0
 
 
@@ -220,7 +225,7 @@ def _in_order(run: Run, findings: Sequence[Finding]) -> list[Finding]:
         return ordered
     alone_ns = {}
     for finding in late:
-        saving = _mean_saving(run, Removal(finding.what_if.cause, finding.ranks, ()))  # type: ignore[union-attr]
+        saving = mean_saving(run, Removal(finding.what_if.cause, finding.ranks, ()))  # type: ignore[union-attr]
         alone_ns[id(finding)] = saving.saved_ns if saving else 0
     return sorted(ordered, key=lambda finding: (_pricing(finding), -alone_ns.get(id(finding), 0)))
 
@@ -287,14 +292,15 @@ def _price(
     late = [earlier for earlier in removed if earlier.cause.pricing is Pricing.LATE_RANKS]
     others = tuple(late) if _pricing(finding) is Pricing.LATE_RANKS else ()
     is_replayed = not finding.ranks or bool(set(finding.ranks) & set(run.ranks))
-    solo = _mean_saving(run, removal, others or None) if is_replayed else None
+    solo = mean_saving(run, removal, others or None) if is_replayed else None
     if solo is None:
         return [finding] if _is_costly(finding) else []
     before = _causes_before(run, finding, removed)
     first = (*_stalled_before(removal, stalled), *before, *others)
     if what_if.cause is OCCASIONAL_STRAGGLER and solo.saved_ns < _MIN_EXPLAINED_RATIO * finding.cost_ns:
         return [_of_steps_before(run, finding, removal)]
-    after = _mean_saving(run, removal, first)
+    hidden_behind = straggler_consequences.hidden_behind(run, removal, late, solo)
+    after = mean_saving(run, removal, first)
     mean = min(solo, after, key=lambda saving: saving.saved_ns) if after else solo
     saved_ns = max(0, min(mean.saved_ns, finding.cost_ns) if what_if.is_partial else mean.saved_ns)
     impact = min(1.0, saved_ns / mean.step_ns)
@@ -305,6 +311,8 @@ def _price(
     other_ranks = _other_ranks(run, finding, what_if.cause)
     if other_ranks:
         message += f" Most of the host's time for it is on {units.numbers('rank', other_ranks)}."
+    if hidden_behind:
+        message += f" Alone, that saves little: {units.numbers('rank', hidden_behind)} would still be awaited."
     severity, confidence = finding.severity, min(finding.confidence, mean.confidence)
     is_explained = bool(after and before) and mean.saved_ns < _MIN_OWN_RATIO * solo.saved_ns
     consequence_of = _costliest_of(before, causing) if is_explained else ""
@@ -328,6 +336,7 @@ def _price(
         confidence=confidence,
         consequence_of=consequence_of,
         message=message,
+        claim=finding.claim + straggler_consequences.once_not_late(hidden_behind),
         ranks=tuple(sorted({*finding.ranks, *other_ranks})) if other_ranks else finding.ranks,
         removals=(*before, *others, removal),
     )
@@ -341,7 +350,7 @@ def _of_steps_before(run: Run, finding: Finding, removal: Removal) -> Finding:
     leaves as it is. Where neither is longer, other ranks were faster or slower: a pause of all ranks ends their lead.
     """
     before = stragglers.steps_before(run, removal)
-    saving = _mean_saving(run, before) if before.steps else None
+    saving = mean_saving(run, before) if before.steps else None
     if saving is None or saving.saved_ns >= _MIN_EXPLAINED_RATIO * finding.cost_ns:
         return finding
     no_longer = " It works no longer in these steps, or in those before, than in its others: its lead has ended."
@@ -381,43 +390,6 @@ def _other_ranks(run: Run, finding: Finding, cause: Cause) -> list[int]:
     host_ns: dict[int, int] = dict(savings.host_time(run, cause).iter_rows())
     named_ns = max(host_ns.get(rank, 0) for rank in finding.ranks)
     return [rank for rank, ns in host_ns.items() if ns > _MORE * named_ns]
-
-
-@dataclass(frozen=True)
-class _MeanStep:
-    """What the mean step is shorter without a cause, the mean step, and the confidence of the replay.
-
-    `before_steps_ns` is the part of `saved_ns` before the first device work of the window.
-    """
-
-    saved_ns: int
-    step_ns: int
-    confidence: float
-    before_steps_ns: int
-
-
-def _mean_saving(run: Run, removal: Removal, first: tuple[Removal, ...] | None = None) -> _MeanStep | None:
-    """The mean saving over steps, each on the slowest rank, without a cause, in addition to those in `first`.
-
-    None if there is no replay, or `first` is empty: the saving is then that of the cause alone.
-    """
-    if first is not None and not first:
-        return None
-    without = savings.saving_of(run, (*(first or ()), removal))
-    if without.steps.is_empty():
-        return None
-    count = without.steps.select("window", "step").n_unique()
-    saved_ns, before_steps_ns = _total_saved_ns(without.steps), without.before_steps_ns
-    if first:
-        by_first = savings.saving_of(run, first)
-        saved_ns -= _total_saved_ns(by_first.steps)
-        before_steps_ns -= by_first.before_steps_ns
-    step_ns = max(1, savings.total_ns(without.steps, "duration_ns") // count)
-    return _MeanStep(saved_ns // count, step_ns, without.confidence, max(before_steps_ns, 0))
-
-
-def _total_saved_ns(table: pl.DataFrame) -> int:
-    return savings.total_ns(table, "replayed_ns") - savings.total_ns(table, "without_ns")
 
 
 WARNING_RATIO = 0.02

@@ -8,7 +8,7 @@ import polars as pl
 
 from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.compute import contention, value_reads
-from tracekit.analysis.host import host_stalls, launch_delay, recurring_pauses
+from tracekit.analysis.host import host_stalls, idle_after_sync, launch_delay, recurring_pauses
 from tracekit.analysis.parallelism import workload
 from tracekit.analysis.time import breakdown, host_state
 from tracekit.model import escaping, intervals, kernel_names, units
@@ -30,6 +30,7 @@ _MOST_CHARACTERS = 160
 """Of a place in a sentence: names of annotations are of any length."""
 _FACTS: tuple[TraceFact, ...] = (
     launch_delay.host_gaps,
+    launch_delay.wait_counts,
     *save_stages.FACTS,
     contention.device_count,
     workload.marks,
@@ -92,7 +93,7 @@ class LateLaunch(Rule):
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's median step exceeds the threshold."""
         on_device = _on_device(run)
-        late = run.scan(launch_delay.host_gaps).filter(pl.col("detail").is_in(_LATE)).collect()
+        late = idle_after_sync.with_pauses_of_one_rank(_host_gaps(run, _LATE), run.table(launch_delay.wait_counts))
         late = late.filter(~pl.col("synced")) if on_device else self._recurring(run, late)
         has_long_place = not on_device and self._pauses_at_one_place(run, late)
         min_ratio = min(self.min_late_ratio, self.min_place_ratio) if has_long_place else self.min_late_ratio
@@ -199,9 +200,11 @@ class BlockingSync(Rule):
     How it is measured: gaps in compute that are the host's and began during a synchronizing call (Stream-, Event- or
     DeviceSynchronize, a blocking memcpy, aten::item), or contain one. Without the call, the host could have launched
     earlier by the time that it waited: gaps count for at most as long as it has waited in the step; the rest belongs to
-    HOST001. Time in which a copy runs belongs to HOST004. FSDP1's rate limiter does not count. On a CPU run: ops that
-    give values to Python, and copies, norms, sums and the like directly before them, unless backward needs their
-    results. Steps that save are left out. The message quotes the median step of the worst device.
+    HOST001. So does what one rank pauses for after waits of all ranks, beyond the others, if that is most of its gaps:
+    it makes that rank a straggler (RANK001). Time in which a copy runs belongs to HOST004. FSDP1's rate limiter does
+    not count. On a CPU run: ops that give values to Python, and copies, norms, sums and the like directly before them,
+    unless backward needs their results. Steps that save are left out. The message quotes the median step of the worst
+    device.
 
     How to fix: keep values on the device and read them every N steps, after the step's launches; copy with
     non_blocking=True into pinned memory and an event; use torch.where instead of an if on a tensor, and clip_grad_norm_
@@ -222,11 +225,8 @@ class BlockingSync(Rule):
         if not _on_device(run):
             yield from tuple(self._costly_reads(run)) or self._reads(run)
             return
-        late = (
-            run.scan(launch_delay.host_gaps)
-            .filter(pl.col("synced") & pl.col("detail").is_in([*_LATE, host_state.SYNCHRONIZE]))
-            .collect()
-        )
+        gaps = _host_gaps(run, (*_LATE, host_state.SYNCHRONIZE))
+        late = idle_after_sync.with_pauses_of_one_rank(gaps, run.table(launch_delay.wait_counts)).filter("synced")
         loss = quoted_step.worst_loss(save_stages.losses(run, late, "dur_ns"), self.min_idle_ratio)
         if loss is None:
             return
@@ -238,7 +238,8 @@ class BlockingSync(Rule):
             _READ_LATER.suited_to(run),
             confidence=0.8,
             evidence=_evidence(loss, late),
-            what_if=WhatIf(BLOCKING_SYNC),
+            # Without the waits, a pause of one rank would be hidden, too: that one is a cause of its own.
+            what_if=WhatIf(BLOCKING_SYNC, is_partial=late.height < gaps["synced"].sum()),
             claim=f"The host of rank {loss.row['rank']} waits for the device{_place(loss.rows(late))}",
         )
 
@@ -429,6 +430,11 @@ def _all_but_last(run: Run, late: pl.DataFrame) -> pl.DataFrame:
     """Return the loss of each step but the last, in whose window no data is loaded."""
     last = pl.col("step").eq_missing(pl.col("step").max().over(DEVICE)) & (pl.len().over(DEVICE) > 1)
     return save_stages.losses(run, late, "dur_ns").filter(~last)
+
+
+def _host_gaps(run: Run, details: Collection[str]) -> pl.DataFrame:
+    """Gaps in compute while the host is in some states: rows of `launch_delay.host_gaps` of all ranks."""
+    return run.scan(launch_delay.host_gaps).filter(pl.col("detail").is_in(list(details))).collect()
 
 
 def _on_device(run: Run) -> bool:

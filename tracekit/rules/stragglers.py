@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 import polars as pl
@@ -13,12 +13,14 @@ from tracekit.analysis.parallelism import device_comparison, late_ranks, rank_pl
 from tracekit.analysis.quality import trace_quality
 from tracekit.analysis.time import breakdown, log_contents
 from tracekit.model import units
+from tracekit.model.memoize import memoize
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
 from tracekit.replay.graph.causes.device_time import STRAGGLER, UNEVEN_WORK
 from tracekit.replay.graph.causes.stalls import OCCASIONAL_STRAGGLER, Removal
 from tracekit.rules import late_work, outlier_steps, quoted_step, recurrence
 from tracekit.rules.device_slowdowns import compare_late_devices
+from tracekit.rules.further_stragglers import further_stragglers
 from tracekit.rules.late_work import Reason, Subject
 from tracekit.rules.model_parallel import OverloadedExperts, overloaded_ranks
 from tracekit.rules.quoted_step import describe_loss
@@ -56,12 +58,14 @@ class Straggler(Rule):
     is idle in collectives for longer than the late rank is: where compute overlaps the wait, the following collectives
     start late instead. Extra time that the late rank itself spends in collectives is a slow link (RANK002) and
     subtracted. In each step the median over the other ranks counts. More than half of all waiting in collectives must
-    be for this rank. Where the loss varies by more than `max_spread_ratio` (interquartile range over median; of two
-    steps, their difference over the mean) between steps, it may be noise that meets this rank by chance: then it is
-    reported if the probability is at most `max_chance` that some rank is the latest as often though all are late alike.
-    Differences below the clock error are ignored. Steps that save are left out. Where no steps are marked, or only one,
-    the window's collectives are divided into four parts: the rank must have most of the waiting in three of them, and
-    no single collective more than a quarter of it.
+    be for this rank, or its own work must take longer than that of the others by half of the loss. Ranks that another
+    straggler hides, or outweighs, are found in the waiting that remains without that one, if their own work takes
+    longer; what they cost alone may be nothing, and the claim says so. Where the loss varies by more than
+    `max_spread_ratio` (interquartile range over median; of two steps, their difference over the mean) between steps, it
+    may be noise that meets this rank by chance: then it is reported if the probability is at most `max_chance` that
+    some rank is the latest as often though all are late alike. Differences below the clock error are ignored. Steps
+    that save are left out. Where no steps are marked, or only one, the window's collectives are divided into four
+    parts: the rank must have most of the waiting in three of them, and no single collective more than a quarter of it.
     A rank that is late because it waited for a rank of another process group passes the blame on to that one; so does a
     rank that waited longer for sends and receives of its pipeline than the other ranks of its stage did. The cost is
     the saving of a replay in which nobody waits for the rank (`tracekit whatif`): while the others wait, their hosts
@@ -99,20 +103,27 @@ class Straggler(Rule):
         yield from (self._finding(run, late) for late in self.persistent(run) if len(late["late_ranks"]) == 1)
 
     def persistent(self, run: Run) -> Iterator[dict[str, Any]]:
-        """Yield the median step of each rank, or of ranks that are late together for one cause, that straggles."""
+        """Yield the median step of each rank, or of ranks that are late together for one cause, that straggles.
+
+        First those for which most of the waiting is, then `further_stragglers`.
+        """
+        yield from _stragglers(run, Straggler(**{field.name: getattr(self, field.name) for field in fields(self)}))
+
+    def candidates(self, run: Run, min_share: float) -> Iterator[dict[str, Any]]:
+        """Yield late ranks as `persistent`, for which more than `min_share` of all waiting is in most steps."""
         costs = run.table(stragglers.straggler_costs)
         overloaded = overloaded_ranks(run) if costs.height else frozenset()
         for (_,), rank_steps in costs.group_by("late_rank", maintain_order=True):
             late = tuple(rank_steps["late_ranks"][0])
             if rank_places.is_of_stages(run, list(late)) or overloaded.issuperset(late):
                 continue
-            worst = self._persistent(run, rank_steps.sort("order"))
+            worst = self._persistent(run, rank_steps.sort("order"), min_share)
             if worst is None:
                 continue
             parts = [late] if len(late) == 1 else late_ranks.divide_late_group(run, late, worst["late"].select(_STEP))
             yield from (worst | {"late_ranks": part, "group": late} for part in parts)
 
-    def _persistent(self, run: Run, rank_steps: pl.DataFrame) -> dict[str, Any] | None:
+    def _persistent(self, run: Run, rank_steps: pl.DataFrame, min_share: float) -> dict[str, Any] | None:
         """The median step of a rank that is late in most steps since its first late one; else None.
 
         Without marked steps, or of a single one, the worst window in which the rank is late throughout.
@@ -124,7 +135,7 @@ class Straggler(Rule):
             if late.is_empty():
                 return None
             return largest_first(late, "lost_ratio", "order").row(0, named=True) | {"late": late}
-        late = late.filter(pl.col("share") > _MOST)
+        late = late.filter(pl.col("share") > min_share)
         if late.height < 2:
             return None
         since = rank_steps.filter(pl.col("order") >= late["order"][0])
@@ -140,7 +151,9 @@ class Straggler(Rule):
         late: pl.DataFrame = worst["late"]
         is_of_window, is_in_parts = worst["step"] is None, "since" not in worst
         ranks = tuple(worst["late_ranks"])
-        waits = run.table(stragglers.late_calls).filter(pl.col("late_rank") == worst["late_rank"])
+        stragglers_before: tuple[int, ...] = worst.get("stragglers_before", ())
+        late_calls = worst.get("rest", run).table(stragglers.late_calls)
+        waits = late_calls.filter(pl.col("late_rank") == worst["late_rank"])
         if worst["late_rank"] not in ranks:  # the calls name the first of the group, with which this rank is late
             waits = waits.with_columns(late_rank=pl.lit(ranks[0], waits.schema["late_rank"]))
         in_step = quoted_step.is_of(worst, _STEP)
@@ -148,7 +161,7 @@ class Straggler(Rule):
         several = len(ranks) > 1
         name = units.numbers("rank", ranks)
         place = rank_places.shared_place(run, ranks) if several else None
-        is_latest = worst["group"] == late_ranks.latest(run)
+        is_latest = "rest" in worst or worst["group"] == late_ranks.latest(run)
         late_steps = late.select(_STEP)
         named = name.capitalize() if place is None else f"{place[0].upper()}{place[1:]} ({name})"
         others = late_work.names(ranks, run.ranks)
@@ -156,13 +169,16 @@ class Straggler(Rule):
         tail += "them" if several else "it"
         subject = Subject(named, others, several, tail)
         hidden = tuple(rank for rank in worst["group"] if rank not in ranks)
-        excess = late_ranks.excess_time(run, late_ranks.of_steps(ranks, late_steps), left_out=hidden)
+        left_out = (*hidden, *stragglers_before)
+        excess = late_ranks.excess_time(run, late_ranks.of_steps(ranks, late_steps), left_out=left_out)
         lost_ns = worst["lost_ns"] if not hidden or excess is None else min(worst["lost_ns"], max(excess.total_ns, 0))
         reason = _reason(run, ranks, excess, lost_ns, subject)
         apart = ""
         if hidden:
             apart = f" {units.numbers('rank', hidden).capitalize()} {'are' if len(hidden) > 1 else 'is'} late at the "
             apart += "same collectives for another reason: that one is to be repaired too."
+        if stragglers_before:
+            apart += f" This waiting is without {units.numbers('rank', stragglers_before)}, late for another reason."
         devices, advice = compare_late_devices(run, ranks, late_steps, reason)
         if is_in_parts:
             whole = "the window" if is_of_window else quoted_step.place(worst["step"])
@@ -195,6 +211,16 @@ class Straggler(Rule):
             subject=name,
             is_of_window=is_of_window,
         )
+
+
+@memoize
+def _stragglers(run: Run, rule: Straggler) -> tuple[dict[str, Any], ...]:
+    """The late ranks of `Straggler.persistent`, by the thresholds of a rule."""
+    most_awaited = tuple(rule.candidates(run, _MOST))
+    others = further_stragglers(
+        run, most_awaited, lambda rest: rule.candidates(rest, 0.0), min_excess_ratio=rule.min_wait_ratio
+    )
+    return (*most_awaited, *others)
 
 
 def _idle(worst: dict[str, Any]) -> str:

@@ -3,7 +3,7 @@
 import polars as pl
 import pytest
 
-from tests.support import drawn_traces
+from tests.support import drawn_hosts, drawn_traces
 from tracekit.analysis.parallelism import axis_communication, group_axes, rank_places
 from tracekit.model import schema
 from tracekit.model.run import Run
@@ -162,3 +162,27 @@ def test_all_reduces_of_activations_are_not_of_data_parallelism():
     small |= {"all_reduces_alike": 8, "usual_bytes": 16 << 10}
     assert group_axes._infer_axis(small, 4, has_mesh=False)[0] == "tp"
     assert group_axes._infer_axis(small | {"usual_bytes": 256}, 4, has_mesh=False)[0] is None
+
+
+@pytest.mark.parametrize(
+    ("compute", "communication", "axis"),
+    [
+        ("ffffbb.bb.bb.bb.oo", "......x..x..x..x..", "dp"),
+        ("f.f.f.f.f.bbbbbbbb", ".x.x.x.x..........", "tp"),
+        ("f.f.f.f.f.b.b.b.bb", ".x.x.x.x...x.x.x..", "tp"),
+    ],
+    ids=["gradients", "activations of forward", "activations of both passes"],
+)
+def test_without_links_between_passes_all_reduces_next_to_backward_compute_are_of_gradients(
+    compute, communication, axis
+):
+    # Buckets of gradients are of one size, as activations are: where they are reduced decides.
+    picture = f"step {'0' * len(compute)}\ncompute {compute}\ncomm {communication}"
+    phases = {"b": "backward", "o": "optimizer"}
+    traces = [drawn_hosts.trace(picture, ops={"x": "all_reduce"}, phases=phases, rank=rank) for rank in (0, 1)]
+    large = pl.lit(50 << 20, pl.Int64)
+    large_traces = [
+        trace.replace(collectives=trace.collectives.with_columns(sent_bytes=large, group=pl.lit("0")))
+        for trace in traces
+    ]
+    assert axes(drawn_traces.run(*large_traces))["0"] == (axis, "inferred")

@@ -19,7 +19,7 @@ from tracekit.rules.host import LateLaunch
 from tracekit.rules.outlier_steps import OutlierStep
 from tracekit.rules.rule import Severity
 from tracekit.rules.slow_collectives import SlowLink
-from tracekit.rules.stragglers import LateGroup, OccasionalStraggler
+from tracekit.rules.stragglers import LateGroup, OccasionalStraggler, Straggler, UnevenRanks
 
 BLOCKS = 36
 
@@ -78,6 +78,49 @@ def slow(late_by):
     return block
 
 
+def pausing(late_by, pause):
+    """Return a block in which each host waits for `a` alike and pauses; that of rank 1 for `late_by` more."""
+
+    def block(rank):
+        before_b = pause + late_by * (rank == 1)
+        rest = pause + late_by - before_b
+        compute = "a" * 8 + "." * before_b + "bbbb" + "." * (2 + rest)
+        comm = "." * (12 + before_b) + "x" * (2 + rest)
+        # The host launches `a` with `b` of the block before, and waits for it from then on.
+        launches_at = 7 + before_b
+        before_a = launches_at - len(compute)
+        launched = {"a": before_a, "b": launches_at, "x": launches_at}
+        return compute, comm, launched, (("cudaStreamSynchronize", before_a + 1, 8),)
+
+    return block
+
+
+def slow_parts(first, second):
+    """Return a block of two parts, each with a collective at its end, whose work is launched at once and awaited.
+
+    The first and the second part of a rank take longer by the times in `first` and `second`, by rank.
+    """
+
+    def block(rank):
+        parts = (("a", "x", first), ("b", "y", second))
+        compute = comm = ""
+        for kernel, collective, late_by in parts:
+            own, longest = 8 + late_by.get(rank, 0), 8 + max(late_by.values(), default=0)
+            compute += kernel * own + "." * (longest - own + 2)
+            comm += "." * own + collective * (longest - own + 2)
+        waits = (("cudaStreamSynchronize", 1, len(compute)),)
+        return compute + ".", comm + ".", dict.fromkeys("axby", 0), waits
+
+    return block
+
+
+def warned(run, rules):
+    """Return the ranks and the cost, in characters per block, of each warning of some rules."""
+    per_block = BLOCKS // 3 * drawn_hosts.UNIT_NS
+    warnings = [each for each in check(run, rules).findings if each.severity >= Severity.WARNING]
+    return {each.ranks: round(each.cost_ns / per_block, 1) for each in warnings}
+
+
 def judged(run):
     return {each.code: each for each in check(run).findings if not each.code.startswith("DATA")}
 
@@ -96,6 +139,44 @@ def test_the_same_waits_for_slow_kernels_make_a_straggler():
     found = judged(ranks_run(slow(2)))
     assert (found["RANK001"].severity, found["RANK001"].ranks) == (Severity.WARNING, (1,))
     assert "HOST002" not in found
+
+
+@pytest.mark.parametrize("pause", [2, 3])
+def test_a_pause_of_one_rank_after_a_wait_of_all_makes_it_a_straggler(pause):
+    found = judged(ranks_run(pausing(6, pause), ranks=4))
+    assert (found["RANK001"].severity, found["RANK001"].ranks) == (Severity.WARNING, (1,))
+    per_character = BLOCKS // 3 * drawn_hosts.UNIT_NS
+    assert found["RANK001"].cost_ns == pytest.approx(6 * per_character, rel=0.1)
+    # What the waits of all ranks cost is apart from that.
+    assert found["HOST002"].cost_ns <= pause * per_character
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "costs"),
+    [
+        ({1: 4}, {}, {(1,): 4}),
+        ({1: 4}, {2: 2}, {(1,): 4, (2,): 2}),
+        ({1: 3}, {2: 3}, {(1,): 3, (2,): 3}),
+        ({1: 4, 2: 4}, {}, {(1, 2): 4}),
+    ],
+    ids=["one rank", "two ranks", "by equal times", "two ranks of one cause"],
+)
+def test_unrelated_late_ranks_are_a_finding_each(first, second, costs):
+    rules = [Straggler(), LateGroup(), UnevenRanks()]
+    assert warned(ranks_run(slow_parts(first, second), ranks=5), rules) == costs
+
+
+def test_a_rank_that_is_late_behind_another_one_saves_what_remains_without_that():
+    # Rank 2 is late by 2 at collectives that rank 1 reaches 4 later still: alone, it costs nothing.
+    run = ranks_run(slow_parts({1: 6, 2: 2}, {}), ranks=5)
+    found = {each.ranks: each for each in check(run, [Straggler()]).findings}
+    per_character = BLOCKS // 3 * drawn_hosts.UNIT_NS
+    assert found[1,].cost_ns == pytest.approx(4 * per_character, rel=0.1)
+    assert found[2,].cost_ns == pytest.approx(2 * per_character, rel=0.1)
+    assert {found[1,].code, found[2,].code} == {"RANK001"}
+    assert found[2,].evidence["late_rank"].unique().to_list() == [2]
+    assert "once rank 1" in found[2,].claim
+    assert "once" not in found[1,].claim
 
 
 def test_a_slow_group_of_which_a_rank_has_no_trace_may_wait_for_that_rank(wording):

@@ -217,6 +217,16 @@ def data_waits(trace: Trace) -> pl.DataFrame:
 
 
 @trace_fact
+def wait_counts(trace: Trace) -> pl.DataFrame:
+    """Number of calls in which the host may wait for the device, such as aten::item, of the threads that launch work.
+
+    Columns step, waits; one row per step.
+    """
+    waits = trace_columns.is_named(trace, host_state.SYNCHRONIZING) & host_state.is_launching(trace)
+    return trace.ops.filter(pl.Series(waits)).group_by("step").agg(waits=pl.len().cast(pl.Int64)).sort("step")
+
+
+@trace_fact
 def device_reads(trace: Trace) -> pl.DataFrame:
     """Ops of forward and backward that read a device value onto the host, such as aten::item.
 

@@ -63,7 +63,8 @@ def purposes(trace: Trace) -> pl.DataFrame:
     parameters: in a span of FSDP, or called while autograd accumulates a gradient, where the hooks of DDP, Megatron-LM
     and DeepSpeed run. activations: between two ops of one forward, or in another node of autograd. other: outside of
     both, such as gradients reduced after the backward. null: the trace links no backward op to its forward op, so where
-    forward ends is unknown, or it lacks the launch of a collective on a device, which may run long after its call.
+    forward ends is unknown, and no compute of backward or optimizer is next to the call; or it lacks the launch of a
+    collective on a device, which may run long after its call.
     """
     # Collectives with phase, span, and where each was called. Columns accumulates (while a gradient is accumulated) and
     # between_forward_ops (null where no op is known to be of a forward, or the launch is not recorded).
@@ -224,7 +225,10 @@ def _accumulates(trace: Trace, launch_ids: Ints) -> Flags:
 
 
 def _between_forward_ops(trace: Trace, called_ns: Ints) -> pl.Series:
-    """Mask of the times between two ops of one forward: ops with a gradient, and no backward op between."""
+    """Mask of the times between two ops of one forward: ops with a gradient, and no backward op between.
+
+    Where no op is known to be of a forward, null, but for times that are known to be outside of it.
+    """
     name = "between_forward_ops"
     with_gradient = columns.rows_of(trace.ops["id"].to_numpy(), distinct(columns.to_ints(trace.ops["forward_id"], -1)))
     is_forward = np.zeros(trace.ops.height, np.bool_)
@@ -232,13 +236,31 @@ def _between_forward_ops(trace: Trace, called_ns: Ints) -> pl.Series:
     is_backward = trace_columns.is_phase(trace, conventions.BACKWARD)
     is_forward &= ~is_backward
     if not is_forward.any():
-        return pl.Series(name, [None], pl.Boolean).new_from_index(0, len(called_ns))
+        return _next_to_no_backward(trace, called_ns).alias(name)
     rows = np.flatnonzero(is_forward | is_backward)
     start_ns = trace.ops["start_ns"].to_numpy()[rows]
     order = np.argsort(start_ns, kind="stable")
     after = np.searchsorted(start_ns[order], called_ns, side="right")
     forward = np.concatenate(([False], is_forward[rows[order]], [False]))
     return pl.Series(name, forward[after] & forward[after + 1])
+
+
+def _next_to_no_backward(trace: Trace, called_ns: Ints) -> pl.Series:
+    """False for times directly before or after compute of a backward pass or an optimizer; else null.
+
+    Where the trace does not link ops to their backward, the forward is not known, but gradients are reduced there.
+    """
+    computes = trace_columns.is_activity_kind(trace, "compute")
+    phase = trace.activities["phase"].filter(pl.Series(computes))
+    call = trace_columns.launch_rows(trace)[computes]
+    start_ns = trace.activities["start_ns"].to_numpy()[computes]
+    launched_ns = np.where(call >= 0, at(trace.ops["start_ns"].to_numpy(), call, 0), start_ns)
+    order = np.argsort(launched_ns, kind="stable")
+    follows_forward = phase.is_in([conventions.BACKWARD, conventions.OPTIMIZER]).fill_null(value=False).to_numpy()
+    is_other = np.concatenate(([False], follows_forward[order], [False]))
+    after = np.searchsorted(launched_ns[order], called_ns, side="right")
+    is_outside = pl.Series(is_other[after] | is_other[after + 1])
+    return pl.select(pl.when(is_outside).then(pl.lit(value=False))).to_series()
 
 
 def _axis_of_pair(ranks: list[int], run: Run) -> str | None:

@@ -3,7 +3,7 @@
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.host import host_stalls, recurring_pauses
+from tracekit.analysis.host import host_stalls, idle_after_sync, recurring_pauses
 from tracekit.analysis.parallelism import late_ranks
 from tracekit.analysis.time import host_state
 from tracekit.model.columns import rows_by_key
@@ -330,7 +330,28 @@ def _pauses_after(graph: Graph, calls: Flags) -> Ints:
     after_idle = np.flatnonzero(is_next & finds_idle[previous])
     typical_ns = _typical_ns(graph, pauses_ns, previous, after_idle)
     pauses_ns[after_idle] = np.maximum(pauses_ns[after_idle], np.minimum(beyond_ns[after_idle], typical_ns))
-    return pauses_ns
+    waits = is_next & drained[previous]
+    waits[after_idle] = True
+    return _without_pauses_of_one_rank(graph, pauses_ns, waits)
+
+
+def _without_pauses_of_one_rank(graph: Graph, pauses_ns: Ints, after_wait: Flags) -> Ints:
+    """Return the pauses, those that one rank has alone after waits of all ranks no longer than on the other ranks."""
+    rank_count = graph.frame["rank"].n_unique()
+    if rank_count < 2 or not pauses_ns.any():
+        return pauses_ns
+    waits = pl.Series("waits", in_state(graph, host_state.SYNCHRONIZE))
+    nodes = graph.frame.select("at", "rank", "step", "what", name="call", window=pl.lit(0)).with_columns(waits)
+    numbered = nodes.filter(what=HOST).with_columns(nth=pl.int_range(pl.len()).over("rank", "step", "name"))
+    alike = idle_after_sync.with_alike(numbered.group_by("window", "step", "rank").agg(pl.col("waits").sum()))
+    of_step = ["window", "step", "rank"]
+    numbered = numbered.join(alike, on=of_step, how="left", nulls_equal=True, maintain_order="left")
+    at = numbered["at"].to_numpy()
+    pauses = numbered.with_columns(dur_ns=pl.Series(pauses_ns[at], dtype=pl.Int64)).filter(pl.Series(after_wait[at]))
+    alone = idle_after_sync.pauses_of_one_rank(pauses, rank_count)
+    capped_ns = pauses_ns.copy()
+    capped_ns[alone["at"].to_numpy()] = alone["usual_ns"].to_numpy()
+    return capped_ns
 
 
 def _typical_ns(graph: Graph, pauses_ns: Ints, previous: Ints, nodes: Ints) -> Ints:

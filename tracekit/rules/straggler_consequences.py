@@ -1,0 +1,66 @@
+"""Stragglers and the rest of a report: findings that their price contains, and stragglers behind other ones."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tracekit.model import units
+from tracekit.model.run import Run
+from tracekit.replay.graph.causes.cause import Pricing
+from tracekit.replay.graph.causes.stalls import SINGLE_STALL, Removal
+from tracekit.rules import outlier_steps
+from tracekit.rules.mean_saving import MeanStep, mean_saving
+from tracekit.rules.rule import Finding, Severity, family, warnings
+
+_STRAGGLERS = ("RANK001", "RANK004")
+_MIN_OWN_RATIO = 0.5
+"""Share of a saving that must remain without a straggler for a fault of its own, as in `cost_attribution`."""
+
+
+def within_stragglers(run: Run, replayed: Run, finding: Finding, findings: Sequence[Finding]) -> Finding:
+    """A finding on time of a straggler alone, as information if the price of the straggler contains most of that time.
+
+    That is so for its smaller single stalls, since a rank that pauses in every step for a varying time pauses longest
+    in some; and for time of its host that no replay prices, such as copies, if the straggler is late by about as much.
+    """
+    if finding.severity <= Severity.INFO or not finding.ranks:
+        return finding
+    late = (warning for warning in warnings(findings) if warning.code in _STRAGGLERS and warning.is_priced)
+    straggler = next((warning for warning in late if set(finding.ranks) <= set(warning.ranks)), None)
+    if straggler is None:
+        return finding
+    ratio = 1.0
+    if finding.what_if is not None and finding.what_if.cause is SINGLE_STALL and finding.is_priced:
+        if finding.cost_ns <= _MIN_OWN_RATIO * straggler.cost_ns:
+            ratio = _remaining_ratio(run, replayed, finding, straggler)
+    elif finding.what_if is None and family(finding.code) == "HOST":
+        shorter_ns, longer_ns = sorted((finding.cost_ns, straggler.measured_ns))
+        ratio = 0.0 if shorter_ns >= _MIN_OWN_RATIO * longer_ns else 1.0
+    if ratio >= _MIN_OWN_RATIO:
+        return finding
+    message = f"{finding.message} {units.share(1 - ratio)} of that ends with {straggler.code}."
+    return replace(finding, severity=Severity.INFO, consequence_of=straggler.id, message=message)
+
+
+def hidden_behind(run: Run, removal: Removal, late: Sequence[Removal], saved: MeanStep) -> tuple[int, ...]:
+    """The ranks that are later than those of a removal, if less than half of what it saves after them is saved alone.
+
+    `saved` is what it saves after the removals of these ranks.
+    """
+    if not late or removal.cause.pricing is not Pricing.LATE_RANKS:
+        return ()
+    alone = mean_saving(run, removal)
+    if alone is None or alone.saved_ns >= _MIN_OWN_RATIO * saved.saved_ns:
+        return ()
+    return tuple(sorted({rank for earlier in late for rank in earlier.ranks}))
+
+
+def once_not_late(ranks: tuple[int, ...]) -> str:
+    """Clause on ranks behind whose lateness another one is hidden; "" without any."""
+    return f" once {units.numbers('rank', ranks)} {'are' if len(ranks) > 1 else 'is'} no longer late" if ranks else ""
+
+
+def _remaining_ratio(run: Run, replayed: Run, finding: Finding, straggler: Finding) -> float:
+    """Share of the saving of single stalls that remains once nobody waits for a straggler; 1 where it is not known."""
+    removal = outlier_steps.removal(run, finding)
+    rest = mean_saving(replayed, removal, (Removal(straggler.removals[-1].cause, straggler.ranks),))
+    return 1.0 if rest is None else max(rest.saved_ns, 0) / max(finding.cost_ns, 1)
