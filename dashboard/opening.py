@@ -24,10 +24,11 @@ def open_run(entry: RunEntry, heading: Callable[[str, str], None] = widgets.titl
 
     `heading` shows the name of the run, and what is known about it, above the progress of its first opening.
     """
-    return widgets.try_reading(entry, lambda entry: _open_run(entry, heading))
+    return widgets.try_reading(entry, lambda entry: open_with_progress(entry, heading))
 
 
-def _open_run(entry: RunEntry, heading: Callable[[str, str], None]) -> OpenRun:
+def open_with_progress(entry: RunEntry, heading: Callable[[str, str], None] = widgets.title) -> OpenRun:
+    """The run; until its first opening ends, its progress is shown. Raises TracekitError if it cannot be opened."""
     opened_paths: set[str] = st.session_state.setdefault(_OPENED, set())
     opening = run_store.start_opening(entry)
     # A page that follows a recording shows what it showed before until the new trace is read.

@@ -10,7 +10,18 @@ from typing import Any, TypeAlias
 import polars as pl
 import streamlit as st
 
-from dashboard import crashes, findings, flame_graph, moments, rank_choice, run_store, sharing, step_comparison, widgets
+from dashboard import (
+    crashes,
+    findings,
+    flame_graph,
+    moments,
+    opening,
+    rank_choice,
+    run_store,
+    sharing,
+    step_comparison,
+    widgets,
+)
 from dashboard.components.perfetto import export
 from dashboard.components.timeline import address, timeline_store
 from dashboard.components.timeline.timeline import timeline
@@ -224,9 +235,9 @@ def _open_roles(entry: RunEntry, roles: Sequence[RunEntry]) -> OpenTimeline:
 def _open_run(entry: RunEntry) -> OpenTimeline:
     # Of a run with many ranks the report says which to draw, and has the clocks of all of them.
     is_large = entry.summary is not None and rank_choice.is_needed(entry.summary.ranks)
-    loaded: LoadedRun = run_store.open_run(entry) if is_large else run_store.load(entry)
+    loaded: LoadedRun = opening.open_with_progress(entry) if is_large else run_store.load(entry)
     if not isinstance(loaded, OpenRun) and rank_choice.is_needed(len(loaded.run.ranks)):
-        loaded = run_store.open_run(entry)
+        loaded = opening.open_with_progress(entry)
     window = widgets.choose_window(sorted({source.window for source in loaded.run.sources}))
     about = rank_choice.choose(loaded, _wanted_ranks(entry, loaded, window)) if isinstance(loaded, OpenRun) else None
     opened = _lay_out(entry, window, loaded, tuple(about) if about else None)
