@@ -7,9 +7,9 @@ from tracekit.model.nesting import Flags, Ints
 
 OP_BLOCK_SIZE = 256
 """A thread's block of numbers of ops begins after a multiple of this: where one follows another, no op is missing."""
-_WIDE_TIMES, _USUAL_QUANTILE = 100, 0.95
+_WIDE_TIMES, _USUAL_QUANTILE = 300, 0.95
 """Multiple of the usual gap from which on a gap parts numbers that are no neighbours. In a recording of which 1% of
-the ops were kept, the widest of 2,300 gaps is 22 times one of a hundred; in complete ones no gap exceeds a block."""
+the ops were kept, the widest of 2,300 gaps is 212 times the usual one; in complete ones no gap exceeds two blocks."""
 _FEW_RATIO = 0.01
 """Share of the numbers, or one, up to which those far from all others are wrong, as it is of times (`odd_times`)."""
 
