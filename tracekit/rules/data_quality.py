@@ -56,6 +56,12 @@ _KINDS = {
     "duration_unit": _Kind(
         _WARNING, "Write durations in µs, as times are: the unit was inferred from how slices nest."
     ),
+    "device_times": _Kind(
+        _ERROR, "Write times and durations of the device in µs and on the host's clock, as PyTorch's profiler does."
+    ),
+    "category_unit": _Kind(
+        _WARNING, "Write all times in µs: the unit was inferred from where all other events of the recording lie."
+    ),
     "time_unit": _Kind(_ERROR, "Write all times and durations in µs, as PyTorch's profiler does."),
     "unplaced_allocations": _degrading("Record with a newer PyTorch: events of the allocator state their device."),
     "unrecorded_collectives": _degrading(

@@ -126,6 +126,8 @@ def _nothing(trace: Trace) -> Iterator[_Row]:
     if not (trace.activities["kind"] == "compute").any():
         message = "Collectives were recorded, but no operator: what the host computes, and how long, is not known."
         yield "no_operators", message, 1.0
+    if trace_columns.has_issue(trace, "device_times"):
+        return
     devices = environment.device_names(trace.header)
     launches = _launch_calls(trace).height
     if launches:

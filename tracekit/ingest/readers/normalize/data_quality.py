@@ -107,6 +107,12 @@ def _odd(events: Events, odd: OddValues) -> Iterator[Row]:
     if count := sum(reasons.values()):
         named = ", ".join(f"{number:,} {what}" for what, number in reasons.items() if number)
         yield "bad_times", f"Events with wrong times were left out: {named}.", count / total
+    if odd.untimed_work:
+        message = (
+            f"None of {odd.untimed_work:,} recorded activities of the device has a usable time: they are in another "
+            "unit or of another clock than those of the host, so times are of the host."
+        )
+        yield "device_times", message, 1.0
     scales = {"host slices": odd.host_scale, "device activities": odd.device_scale}
     if converted := [f"of {what} in {_UNIT_OF_SCALE[scale]}" for what, scale in scales.items() if scale != 1]:
         message = f"Durations {' and '.join(converted)}, unlike their times in µs: they were converted."
