@@ -134,7 +134,16 @@ _KINDS = {
         _ERROR, "Record with ProfilerActivity.CUDA (on AMD too), with no other profiler using CUPTI on the device."
     ),
     "no_host_activity": _degrading(
-        "Record with ProfilerActivity.CPU too: it records operators and launches. Rules on the host were not judged."
+        "Record with ProfilerActivity.CPU and ProfilerActivity.CUDA in one profiler, and keep the events of category "
+        "cuda_runtime where a tool filters events. Rules on the host were not judged."
+    ),
+    "no_launch_calls": _Kind(
+        _INFO,
+        "No action needed if the device's profiler cannot record launches: rules on them were not judged. Otherwise "
+        "record the calls of its runtime, with numbers that its work states as correlation.",
+    ),
+    "unlaunched_device": _Kind(
+        _INFO, "No action needed if that device's profiler cannot record launches: idle time of it has no known cause."
     ),
     "no_operators": _Kind(
         _ERROR, "Record with ProfilerActivity.CPU, and keep the events of category cpu_op where a tool filters events."

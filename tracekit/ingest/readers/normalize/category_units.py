@@ -61,7 +61,8 @@ def in_one_unit(host: pl.DataFrame, device: pl.DataFrame) -> tuple[pl.DataFrame,
     named = ", ".join(f"of {category} events in {unit}" for category, (unit, _) in units.items())
     count = sum(row_count for _, row_count in units.values())
     message = f"Times {named}, unlike all others in µs: they were converted."
-    return host, device, (("category_unit", message, count / (host.height + device.height)),)
+    issue = ("category_unit", message, count / (host.height + device.height))
+    return host, device, (issue,)
 
 
 def _converted(
