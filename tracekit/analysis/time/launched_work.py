@@ -149,10 +149,18 @@ def kernel_ids(trace: Trace, device: int | None) -> npt.NDArray[np.uint64]:
     """Id for each row of a device's `work`, shape (n,); equal for the same work.
 
     Same work: name, grid, block, bytes, and input shapes of the launching op; without recorded shapes, the neighbouring
-    kernels on its lane, two on either side.
+    kernels on its lane, two on either side. Work whose launch was lost is the same as none, and so is work with such a
+    neighbour: its op may be another one, as forward and backward have kernels of one name. Work that was queued before
+    the recording has neighbours that are whole.
     """
+    device_work = work(trace, device)
     plain, has_shapes = _plain_ids(trace, device)
-    return np.where(has_shapes, plain, _in_context(plain, work(trace, device)))
+    ids = np.where(has_shapes, plain, _in_context(plain, device_work))
+    is_lost = _lost_launches(device_work)
+    if is_lost.any():
+        is_unique = is_lost | (~has_shapes & _has_neighbour(is_lost, device_work))
+        ids[is_unique] = device_work["id"].hash(seed=0).to_numpy()[is_unique]
+    return ids
 
 
 def kernel_ids_anywhere(trace: Trace, device: int | None) -> npt.NDArray[np.uint64]:
@@ -312,6 +320,27 @@ def _in_context(plain: npt.NDArray[np.uint64], work: pl.DataFrame) -> npt.NDArra
     ids = np.empty_like(mixed)
     ids[order] = mixed
     return ids
+
+
+def _lost_launches(work: pl.DataFrame) -> npt.NDArray[np.bool_]:
+    """Flags of the work without a launch that follows launched work on its lane: its launch was recorded and lost."""
+    if not work["launch_id"].null_count():
+        return np.zeros(work.height, np.bool_)
+    is_launched = pl.col("launch_id").is_not_null()
+    is_lost = ~is_launched & (is_launched.cum_sum().over("lane") > 0)
+    return work.select(is_lost).to_series().to_numpy()
+
+
+def _has_neighbour(flags: npt.NDArray[np.bool_], work: pl.DataFrame) -> npt.NDArray[np.bool_]:
+    """Flags of the rows of which a neighbour on their lane, as `_in_context` counts them, is flagged."""
+    lane = work["lane"].to_numpy()
+    order = np.argsort(lane, kind="stable")
+    rows = np.flatnonzero(flags[order])
+    near = (rows[:, None] - np.array(_NEIGHBOURS)).clip(0, len(order) - 1)
+    near = near[lane[order[near]] == lane[order[rows]][:, None]]
+    has_neighbour = np.zeros(len(flags), np.bool_)
+    has_neighbour[order[near]] = True
+    return has_neighbour
 
 
 def _number_gaps(parts: list[pl.DataFrame], columns: schema.ColumnTypes) -> pl.DataFrame:
