@@ -188,6 +188,38 @@ def kernel_places(work: pl.DataFrame) -> npt.NDArray[np.uint64]:
 
 
 @memoize
+def lost_launches(trace: Trace) -> Ints:
+    """Starts of the calls that launched kernels of which no device work was recorded, in order.
+
+    Empty where no work has a recorded launch: then calls and work have no numbers in common.
+    """
+    launch_ids = trace_columns.launch_ids(trace)
+    if not trace.on_device or not (launch_ids >= 0).any():
+        return np.empty(0, np.int64)
+    calls = trace_columns.is_kind(trace, "runtime") & trace_columns.is_named(trace, _KERNEL_LAUNCH)
+    is_lost = calls & ~np.isin(trace.ops["id"].to_numpy(), launch_ids)
+    return np.sort(trace_columns.spans(trace)[is_lost, 0])
+
+
+def known_until(trace: Trace, device: int | None, idle: Spans, ended_ns: Ints) -> Ints:
+    """Time until which each idle span of a device is known to be idle: its end, unless kernels were lost.
+
+    A kernel that was lost may have run from its launch on, after the work that was launched before, and ahead of that
+    which ends the span and was launched at `ended_ns` (NEVER where that is not known).
+    """
+    lost_ns = lost_launches(trace)
+    if not len(lost_ns):
+        return idle[:, 1]
+    arrays = work_columns(trace, device)
+    rows = np.flatnonzero(arrays.computes & (arrays.call >= 0))
+    launched_ns = np.append(np.iinfo(np.int64).min, np.maximum.accumulate(arrays.launched_ns[rows]))
+    before_ns = launched_ns[np.searchsorted(arrays.spans[rows, 0], idle[:, 0], side="left")]
+    first_ns = np.append(lost_ns, np.iinfo(np.int64).max)[np.searchsorted(lost_ns, before_ns, side="right")]
+    until_ns = np.where(ended_ns == sweep_line.NEVER, idle[:, 1], ended_ns)
+    return np.where(first_ns < until_ns, np.maximum(first_ns, idle[:, 0]), idle[:, 1])
+
+
+@memoize
 def communication_gaps(trace: Trace) -> pl.DataFrame:
     """Spans of a phase in which no collective runs although more of the phase follow.
 
@@ -302,6 +334,7 @@ def _with_alone(prepared: pl.DataFrame) -> pl.DataFrame:
     ).drop("_blocks", "_size", "same_ns", "block_ns")
 
 
+_KERNEL_LAUNCH = r"^(cuda|hip|cu)(Graph|Module|Ext|Cooperative|Coop)?Launch"
 ALONE_RATIO = 0.05
 """Work counts as alone if other work overlaps at most this share of its time."""
 _MANY_BLOCKS = 1024  # several per SM: such a copy or cast is memory-bound, so its time scales with size
