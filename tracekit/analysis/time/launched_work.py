@@ -189,7 +189,7 @@ def kernel_places(work: pl.DataFrame) -> npt.NDArray[np.uint64]:
 
 @memoize
 def lost_launches(trace: Trace) -> Ints:
-    """Starts of the calls that launched kernels of which no device work was recorded, in order.
+    """Ends of the calls that launched kernels of which no device work was recorded, in order.
 
     Empty where no work has a recorded launch: then calls and work have no numbers in common.
     """
@@ -198,14 +198,14 @@ def lost_launches(trace: Trace) -> Ints:
         return np.empty(0, np.int64)
     calls = trace_columns.is_kind(trace, "runtime") & trace_columns.is_named(trace, _KERNEL_LAUNCH)
     is_lost = calls & ~np.isin(trace.ops["id"].to_numpy(), launch_ids)
-    return np.sort(trace_columns.spans(trace)[is_lost, 0])
+    return np.sort(trace_columns.spans(trace)[is_lost, 1])
 
 
 def known_until(trace: Trace, device: int | None, idle: Spans, ended_ns: Ints) -> Ints:
     """Time until which each idle span of a device is known to be idle: its end, unless kernels were lost.
 
-    A kernel that was lost may have run from its launch on, after the work that was launched before, and ahead of that
-    which ends the span and was launched at `ended_ns` (NEVER where that is not known).
+    A kernel that was lost may have run from the end of its launch on, after the work that was launched before, and
+    ahead of that which ends the span and was launched at `ended_ns` (NEVER where that is not known).
     """
     lost_ns = lost_launches(trace)
     if not len(lost_ns):
