@@ -218,7 +218,7 @@ def _brief(report: Report, run: Run, findings: Sequence[Finding]) -> list[Sectio
     first = [doubt for doubt in doubts if doubt.severity is Severity.ERROR][:1] + of_training
     picked = [finding for finding in first if finding.severity > Severity.INFO][:MAX_BRIEF] or first[:1]
     verdict = _verdict(report)
-    if not verdict and not of_training:
+    if not verdict and not first:
         verdict = [line((phrases.no_problems(report), Emphasis.BETTER))]
     sections: list[Section] = [verdict] if verdict else []
     caused = [_stated_consequences(finding, findings) for finding in picked]

@@ -56,6 +56,12 @@ _KINDS = {
     "duration_unit": _Kind(
         _WARNING, "Write durations in µs, as times are: the unit was inferred from how slices nest."
     ),
+    "device_times": _Kind(
+        _ERROR, "Write times and durations of the device in µs and on the host's clock, as PyTorch's profiler does."
+    ),
+    "category_unit": _Kind(
+        _WARNING, "Write all times in µs: the unit was inferred from where all other events of the recording lie."
+    ),
     "time_unit": _Kind(_ERROR, "Write all times and durations in µs, as PyTorch's profiler does."),
     "unplaced_allocations": _degrading("Record with a newer PyTorch: events of the allocator state their device."),
     "unrecorded_collectives": _degrading(
@@ -128,7 +134,16 @@ _KINDS = {
         _ERROR, "Record with ProfilerActivity.CUDA (on AMD too), with no other profiler using CUPTI on the device."
     ),
     "no_host_activity": _degrading(
-        "Record with ProfilerActivity.CPU too: it records operators and launches. Rules on the host were not judged."
+        "Record with ProfilerActivity.CPU and ProfilerActivity.CUDA in one profiler, and keep the events of category "
+        "cuda_runtime where a tool filters events. Rules on the host were not judged."
+    ),
+    "no_launch_calls": _Kind(
+        _INFO,
+        "No action needed if the device's profiler cannot record launches: rules on them were not judged. Otherwise "
+        "record the calls of its runtime, with numbers that its work states as correlation.",
+    ),
+    "unlaunched_device": _Kind(
+        _INFO, "No action needed if that device's profiler cannot record launches: idle time of it has no known cause."
     ),
     "no_operators": _Kind(
         _ERROR, "Record with ProfilerActivity.CPU, and keep the events of category cpu_op where a tool filters events."

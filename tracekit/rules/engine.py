@@ -35,7 +35,11 @@ from tracekit.rules.rule import (
 _MANY_TRACES = 32
 """Of more traces, some are no longer in memory after the first pass, nor is what their facts have in common."""
 _WITHOUT_DEVICE = "no device activity was recorded, so times are of the host and were not judged (see DATA001)."
+_WITHOUT_DEVICE_TIMES = (
+    "the device's activities have no usable times, so times are of the host and were not judged (see DATA001)."
+)
 _WITHOUT_HOST = "CPU activity was not recorded, so the host was not judged (see DATA001)."
+_WITHOUT_LAUNCH_CALLS = "no launch calls were recorded, so the host was not judged (see DATA001)."
 _WITHOUT_WORK = "no work was recorded, so nothing was judged (see DATA001)."
 _WITHOUT_OPERATORS = "no operator was recorded, so compute is not known and was not judged (see DATA001)."
 _WITHOUT_LAUNCHES = "the device runs whole programs, so launches by the host were not judged (see DATA001)."
@@ -52,7 +56,9 @@ _TIMED_IN_ONE_RANK = tuple(name for name in TIMED_FAMILIES if name != "RANK")
 _REASONS = (
     ("no_work", TIMED_FAMILIES, _WITHOUT_WORK),
     ("no_device_activity", TIMED_FAMILIES, _WITHOUT_DEVICE),
+    ("device_times", TIMED_FAMILIES, _WITHOUT_DEVICE_TIMES),
     ("no_host_activity", ("HOST",), _WITHOUT_HOST),
+    ("no_launch_calls", ("HOST",), _WITHOUT_LAUNCH_CALLS),
     ("no_operators", _TIMED_IN_ONE_RANK, _WITHOUT_OPERATORS),
     (schema.COMPILED_PROGRAM, ("HOST",), _WITHOUT_LAUNCHES),
     (schema.SPANS_ONLY, _ON_OPERATORS, _WITHOUT_SPANS),

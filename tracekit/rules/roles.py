@@ -96,7 +96,7 @@ def _without_device_work(run: Run) -> list[str]:
     return [
         name
         for name, role_run in run.roles.items()
-        if "no_device_activity" in role_run.table(trace_quality.data_quality)["kind"]
+        if role_run.table(trace_quality.data_quality)["kind"].is_in(["no_device_activity", "device_times"]).any()
     ]
 
 

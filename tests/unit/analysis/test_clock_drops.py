@@ -1,6 +1,8 @@
 """Clock drops: all kernels become slower together, not single ones, and not because of concurrent collectives."""
 
 import random
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import polars as pl
@@ -15,6 +17,8 @@ from tracekit.analysis.compute.device_counters import (
     slowed_kernels,
     work_variation,
 )
+from tracekit.analysis.time import launched_work
+from tracekit.model.trace import Trace
 from tracekit.replay.graph import savings
 from tracekit.rules import engine
 from tracekit.rules.device_slowdowns import ClockDrop
@@ -126,6 +130,43 @@ def test_whole_steps_that_take_longer_are_other_work(slow_steps):
 def test_a_few_slower_kernels_in_a_part_of_every_step_are_no_slower_device():
     step = [14 if 20 <= number < 36 and number % 8 < 3 else 10 for number in range(64)]
     assert clock_drops(drawn_traces.paced([step] * 4)).is_empty()
+
+
+def forward_and_backward(lost_in_step: Mapping[int, Collection[int]]) -> Trace:
+    """Five steps of 8 passes through kernels a and b in forward, and in backward, where these take twice as long.
+
+    Kernels in `lost_in_step`, by step and place in it, have no launch, step and grid, as without their arguments.
+    """
+    rows, launch, grid = {"step": "", "compute": ""}, [], []
+    for step in range(5):
+        for number in range(32):
+            length, letter = 10 * (1 + number // 16), "ab"[number % 2]
+            is_lost = number in lost_in_step.get(step, ())
+            rows["step"] += ("." if is_lost else str(step)) * length
+            rows["compute"] += letter * length
+            launch.append(None if is_lost else len(launch))
+            grid.append(None if is_lost else "8x1x1")
+    trace = drawn_traces.trace("\n".join(f"{name} {cells}" for name, cells in rows.items()))
+    columns = pl.Series("launch_id", launch, pl.Int64), pl.Series("grid", grid, pl.String)
+    return replace(trace, activities=trace.activities.with_columns(columns))
+
+
+def test_lost_launches_do_not_make_the_kernels_of_backward_slower_ones_of_forward():
+    lost = {step: (2 + step, 9, 18 + step, 27) for step in range(5)}
+    assert clock_drops(forward_and_backward({})).is_empty()
+    assert clock_drops(forward_and_backward(lost)).is_empty()
+
+
+def test_work_of_which_the_launch_was_lost_is_the_same_as_none_and_so_are_its_neighbours():
+    whole, damaged = (
+        launched_work.kernel_ids(forward_and_backward(lost), 0).tolist() for lost in ({}, {2: (5,), 0: (0, 1)})
+    )
+    place = 2 * 32 + 5
+    near = range(place - 2, place + 3)
+    assert all(damaged.count(damaged[number]) == 1 for number in near)
+    # What was queued before the recording has neighbours that are known by their names.
+    assert damaged[8 : place - 2] == whole[8 : place - 2]
+    assert damaged[place + 3 :] == whole[place + 3 :]
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the public traces are not here")

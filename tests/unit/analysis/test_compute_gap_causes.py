@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from tests.support import drawn_hosts, drawn_traces
 from tests.unit.analysis.test_gaps import random_traces, tiles
 from tracekit.analysis.compute.compute_gap_causes import chains, compute_gap_causes, sums_across
+from tracekit.analysis.host.host_stalls import host_stalls
 from tracekit.analysis.time.launched_work import compute_gaps
 
 
@@ -51,6 +52,52 @@ def test_a_host_that_waits_for_a_collective_does_not_cause_the_gap():
         ("collective", "synchronize", 2, 2),
         ("host", "python", 4, 3),
     ]
+
+
+LOST = ("cudaLaunchKernel", "runtime")
+
+
+def test_a_gap_is_not_known_to_be_idle_from_the_launch_of_a_lost_kernel_on():
+    # The kernel that is launched at 4 was lost; the one at 12 is launched after b, and runs after it.
+    trace = drawn_hosts.trace(
+        """
+        step     0000000000000000
+        compute  aa.......bbbb..c
+        """,
+        {"b": 8, "c": 14},
+        doing=((*LOST, 4, 4), ("cudaDeviceSynchronize", "runtime", 4, 7), (*LOST, 12, 12)),
+    )
+    assert drawn_hosts.gap_rows(compute_gap_causes(trace)) == [
+        ("host", "python", 2, 2),
+        ("unknown", None, 4, 5),
+        ("unknown", None, 13, 2),
+    ]
+
+
+def test_a_lost_kernel_that_was_launched_ahead_may_have_run_in_the_whole_gap():
+    trace = drawn_hosts.trace(
+        """
+        step     0000000000000
+        compute  aaaa.......bb
+        """,
+        {"a": 0, "b": 10},
+        doing=((*LOST, 1, 1), ("cudaDeviceSynchronize", "runtime", 2, 9)),
+    )
+    assert drawn_hosts.gap_rows(compute_gap_causes(trace)) == [("unknown", None, 4, 7)]
+
+
+def test_kernels_that_were_lost_after_the_last_work_leave_no_stall_of_the_host():
+    picture = "step 000000000011111111112222222222\ncompute aaaaaaaa..bbbbbbbb..c........."
+    waits = ("cudaDeviceSynchronize", "runtime", 22, 60)
+    steps = pl.DataFrame(
+        {"step": [0, 1, 2], "device": [0, 0, 0], "host_start_ns": [0, 10, 20], "host_end_ns": [10, 20, 60],
+         "start_ns": [0, 10, 20], "end_ns": [10, 20, 21]}
+    ).with_columns(pl.col("^.*_ns$") * drawn_hosts.UNIT_NS)  # fmt: skip
+    whole, cut = (
+        drawn_hosts.trace(picture, {"c": 20}, doing, steps=steps) for doing in ((waits,), (waits, (*LOST, 21, 21)))
+    )
+    assert host_stalls(whole)["cause"].to_list() == ["synchronize"]
+    assert host_stalls(cut).is_empty()
 
 
 def test_compute_that_waits_for_a_copy():

@@ -338,6 +338,44 @@ def test_a_trace_without_most_of_the_numbered_ops_is_sampled(tmp_path, step, is_
         assert found["affected_ratio"][0] == pytest.approx(2 / 3, abs=0.001)
 
 
+def numbered_ops(numbers, *, thread=1, at_us=0.0, category="cpu_op", key="External id"):
+    return [
+        slice_(category, "aten::add", at_us + 10 * place, 5, tid=thread, **{key: number})
+        for place, number in enumerate(numbers)
+    ]
+
+
+@pytest.mark.parametrize("odd_numbers", [(10**9,), (5_000, 6_000, 7_000, 8_000, 2**62), (-7, 3)])
+def test_few_numbers_far_from_all_others_do_not_make_a_trace_sampled(tmp_path, odd_numbers):
+    numbers = [*range(20_000, 20_500), *odd_numbers, *range(20_500, 21_000)]
+    assert read(tmp_path, *numbered_ops(numbers), kernel("add", 0, 5)).data_quality.filter(kind="sampled").is_empty()
+
+
+def test_an_odd_number_of_a_call_does_not_make_a_trace_sampled(tmp_path):
+    calls = numbered_ops([*range(1, 600), 10**9], category="cuda_runtime", key="correlation")
+    assert read(tmp_path, *calls, kernel("add", 0, 5)).data_quality.filter(kind="sampled").is_empty()
+
+
+@pytest.mark.parametrize(
+    ("thread", "at_us", "is_sampled"),
+    [(2, 20_000, False), (1, 5, False), (1, 20_000, True)],
+    ids=["another thread's counter", "two counters of a thread", "the middle is missing"],
+)
+def test_numbers_of_two_counters_do_not_make_a_trace_sampled(tmp_path, thread, at_us, is_sampled):
+    ops = numbered_ops(range(1, 601)) + numbered_ops(range(70_001, 70_601), thread=thread, at_us=at_us)
+    assert read(tmp_path, *ops, kernel("add", 0, 5)).data_quality.filter(kind="sampled").height == is_sampled
+
+
+def test_a_trace_filtered_to_bursts_is_sampled_even_with_an_odd_number(tmp_path):
+    numbers = [first + place for first in range(1, 100_000, 2_000) for place in range(40)]
+    (row,) = (
+        read(tmp_path, *numbered_ops([*numbers, 10**9]), kernel("add", 0, 5))
+        .data_quality.filter(kind="sampled")
+        .rows(named=True)
+    )
+    assert row["affected_ratio"] == pytest.approx(0.98, abs=0.001)
+
+
 @pytest.mark.parametrize(
     ("numbers", "count", "is_said"), [({}, 100, True), ({}, 99, False), ({"External id": 7}, 100, False)]
 )

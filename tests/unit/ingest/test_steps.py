@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.kineto_files import slice_
 from tracekit.ingest.readers.kineto import reader
 from tracekit.model.trace import Trace
 
@@ -59,3 +60,20 @@ def test_profiler_marks_take_precedence(tmp_path: Path, name: str) -> None:
     trace = read(tmp_path, ("aten::mul", 1.0, 1.0), (name, 0.0, 30.0), ("Optimizer.step#SGD.step", 2.0, 1.0))
     assert trace.steps["step"].to_list() == [int(name.partition("#")[2])]
     assert trace.data_quality.is_empty()
+
+
+@pytest.mark.parametrize("category", ["gpu_memcpy", "gpu_memset"])
+def test_marked_steps_of_nothing_but_copies_have_device_windows(tmp_path: Path, category: str) -> None:
+    # time µs  0     10     20     30
+    # host     step 3|step 4|
+    # copies     mmmmm  mmmmm
+    events = []
+    for number in (3, 4):
+        at = 10.0 * (number - 3)
+        events += [slice_("user_annotation", f"ProfilerStep#{number}", at, 10.0, tid=1)]
+        events += [slice_("cuda_runtime", "cudaMemcpyAsync", at + 1, 1.0, tid=1, correlation=number)]
+        events += [slice_(category, "Memcpy", at + 2, 5.0, tid=7, device=0, stream=7, correlation=number)]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    steps = reader.read(str(path), rank=0).steps
+    assert steps.select("step", "start_ns", "end_ns").rows() == [(3, 2_000, 12_000), (4, 12_000, 17_000)]

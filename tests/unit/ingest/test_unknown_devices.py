@@ -12,8 +12,9 @@ import pytest
 from tests.support.selection import others_in_accuracy
 from tracekit.ingest import loader
 from tracekit.model.run import Run
+from tracekit.report import text
 from tracekit.rules import engine
-from tracekit.rules.rule import Report
+from tracekit.rules.rule import Report, Severity
 
 ROOT = Path(__file__).parents[3]
 CASE = ROOT.parent / "shared" / "cases" / "npu_device"
@@ -213,3 +214,49 @@ def test_an_npu_is_busy_as_long_as_its_own_profiler_says():
     assert report.findings[0].code == "HOST001"
     assert "CUDA" not in report.findings[0].fix
     assert run.trace(0).activities["launch_id"].null_count() <= 2
+
+
+def with_device_properties(events: Iterable[Event], folder: Path, devices: list[Any]) -> Report:
+    path = folder / "rank0.json"
+    path.write_text(json.dumps({"deviceProperties": devices, "traceEvents": list(events)}), encoding="utf-8")
+    return engine.check(loader.load(str(path), cache=False))
+
+
+@pytest.mark.parametrize("category", [None, "mtia_ccp_events", "kernel", "zorblax_op"])
+def test_a_device_without_recorded_launches_is_information(tmp_path: Path, category: str | None) -> None:
+    # Kineto lists no devices where it was built for neither CUDA nor HIP.
+    work = [event | ({"cat": category} if category else {}) for event in WORK]
+    report = with_device_properties(HOST + work + named(500, "Zorblax accelerator"), tmp_path, [])
+    assert "no_launch_calls" in quality(report)
+    assert "no_host_activity" not in quality(report)
+    assert not [finding for finding in report.findings if finding.severity > Severity.INFO]
+    assert "HOST001" in report.blind_spots
+
+
+def test_a_gpu_whose_launches_are_missing_stays_an_error(tmp_path: Path) -> None:
+    work = [event | {"cat": "kernel"} for event in WORK]
+    report = with_device_properties(HOST + work, tmp_path, [{"id": 0, "name": "NVIDIA H100 80GB HBM3"}])
+    assert "no_host_activity" in quality(report)
+    shown = text.render(report, report.run)
+    assert "No problems found" not in shown
+
+
+def test_a_second_device_of_unknown_kind_was_not_queued_before_the_recording(tmp_path: Path) -> None:
+    # time, µs      1   2   3   4   5   6
+    # GPU 0         call### call### call###        kernels of 50 µs, launched
+    # Zorblax 0         ###     ###     ###        work without launches meanwhile
+    events: list[Event] = named(900, "Zorblax NPU 0")
+    for number in range(1, 4):
+        at_us, stated = 200 * number, {"correlation": number}
+        events += [
+            slice_("cudaLaunchKernel", at_us, 10, 77, 77, cat="cuda_runtime", args=stated),
+            slice_("gemm", at_us + 50, 50, 0, 7, cat="kernel", args={"device": 0, "stream": 7, **stated}),
+            slice_("zorb_op", at_us + 60, 50, 900, 1),
+            slice_("zorb_copy", at_us + 120, 10, 900, 1),
+        ]
+    run = loaded(HOST + events, tmp_path)
+    assert run.trace(0, 0).lanes["device"].drop_nulls().to_list() == [0, 1]
+    report = engine.check(run)
+    assert "unlaunched_device" in quality(report)
+    assert not {"unlinked", "lost_launches"} & quality(report)
+    assert "HOST001" not in report.blind_spots

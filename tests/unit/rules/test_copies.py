@@ -41,10 +41,66 @@ def test_a_copy_to_the_host_gets_a_fix_for_that(wording):
 
 @pytest.mark.parametrize(
     "columns",
-    [{"name": "Memcpy DtoD (Device -> Device)"}, {"kind": "memset"}, {"phase": "checkpoint"}, {"kind": "compute"}],
+    [
+        {"phase": "checkpoint"},
+        {"kind": "compute"},
+        {"phase": "checkpoint", "kind": "memset", "name": "Memset (Device)"},
+    ],
 )
-def test_what_is_no_copy_of_training_between_host_and_device_is_left_out(columns):
+def test_what_is_no_copy_of_training_is_left_out(columns):
     assert judged(copying_run(**columns)) == ()
+
+
+@pytest.mark.parametrize(
+    ("columns", "direction", "advice"),
+    [
+        ({"name": "Memcpy PtoP (Device -> Device)"}, "peer to peer", "other device"),
+        ({"name": "CopyDeviceToDevice"}, "within a device", "views"),
+        ({"name": "Memcpy DtoD (Device -> Device)"}, "within a device", "views"),
+        ({"name": "Memcpy AtoA (Array -> Array)"}, "within a device", "views"),
+        ({"name": "Memcpy HtoH (Managed -> Managed)"}, "managed memory", "cudaMemPrefetchAsync"),
+        ({"name": "zeCommandListAppendMemoryCopy(S2D)"}, "managed memory", "cudaMemPrefetchAsync"),
+        ({"name": "Memset (Device)", "kind": "memset"}, "memory set", "torch.empty"),
+        ({"name": ""}, "unknown direction", "stream of its own"),
+    ],
+)
+def test_any_other_copy_and_memory_set_costs_its_exposed_time(columns, direction, advice):
+    (finding,) = judged(copying_run(**columns))
+    assert (finding.severity, finding.impact, finding.cost_ns) == (Severity.WARNING, 0.4, 8 * drawn_hosts.UNIT_NS)
+    assert finding.evidence["direction"].unique().to_list() == [direction]
+    assert advice in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("name", "direction"),
+    [
+        ("zeCommandListAppendMemoryCopy(M2D)", "host to device"),
+        ("Memcpy D2M", "device to host"),
+        ("zeMemoryCopy(Host to Device)", "host to device"),
+        ("Memcpy HtoA (Pinned -> Array)", "host to device"),
+        ("Memcpy AtoH (Array -> Pinned)", "device to host"),
+        ("MemcpyD2H", "device to host"),
+    ],
+)
+def test_copies_between_host_and_device_are_known_by_the_names_of_every_vendor(name, direction):
+    (finding,) = judged(copying_run(name=name))
+    assert finding.evidence["direction"].unique().to_list() == [direction]
+
+
+def test_copies_of_the_host_and_others_are_separate_findings():
+    picture = """
+        step     00000000000000000000
+        compute  aaaaaaaa........bbbb
+        copy     ........hhhhdddd....
+    """
+    names = {"h": {"name": "Memcpy HtoD (Pinned -> Device)"}, "d": {"name": "Memcpy DtoD (Device -> Device)"}}
+    findings = judged(drawn_traces.run(drawn_hosts.trace(picture, columns=names)))
+    assert [finding.impact for finding in findings] == [0.2, 0.2]
+    assert len({finding.id for finding in findings}) == 2
+
+
+def test_other_copies_of_a_small_share_are_silent():
+    assert judged(copying_run(name="Memcpy DtoD (Device -> Device)"), min_device_ratio=0.41) == ()
 
 
 def test_a_copy_that_compute_hides_costs_nothing():

@@ -45,7 +45,8 @@ def compute_gap_causes(trace: Trace) -> pl.DataFrame:
     `host` while the next compute is not launched (detail: the host's state), `copy` while one runs, else `unknown`.
     Before all that, `device_stall` and `unknown` with detail queued are as for `gap_causes`: nothing of the program
     would keep the device idle then. Where the host synchronizes with the device while a collective runs, the cause is
-    that collective (detail synchronize); where a copy runs, the copy.
+    that collective (detail synchronize); where a copy runs, the copy. From the launch of a kernel on that the profiler
+    lost, and that may have run in the gap, the cause is `unknown`, as far as no collective runs.
     """
     compute_gaps, before = launched_work.compute_gaps(trace), causes.gap_causes(trace)
     parts: list[pl.DataFrame] = []
@@ -197,9 +198,10 @@ def _split(trace: Trace, device: int | None, gaps: pl.DataFrame, before: pl.Data
     quiet = intervals.from_table(before)
     idle = intervals.from_table(gaps)
     wait = _waits(work, gaps["activity_id"], calls, idle)
+    known_until_ns = launched_work.known_until(trace, device, idle, wait.launched_ns)
     pieces = sweep_line.pieces(
-        idle, wait.launched_ns, wait.until_ns, calls.spans.ravel(), calls.launched_ns, copies.ravel(), quiet.ravel(),
-        host_state.state_changes(trace), causes.stall_changes(trace, device),
+        idle, wait.launched_ns, wait.until_ns, known_until_ns, calls.spans.ravel(), calls.launched_ns, copies.ravel(),
+        quiet.ravel(), host_state.state_changes(trace), causes.stall_changes(trace, device),
     )  # fmt: skip
     now = pieces.start_ns
     stalled, queued = causes.stalled_at(trace, device, now)
@@ -210,7 +212,9 @@ def _split(trace: Trace, device: int | None, gaps: pl.DataFrame, before: pl.Data
     unlaunched = now < wait.launched_ns[pieces.span]
     copying = sweep_line.running(copies, now) >= 0
     blocked = host_state.is_synchronizing(state) if device is not None else state >= _IDLE_HOST
+    unrecorded = (now >= known_until_ns[pieces.span]) & (call < 0)
     cause, evidence = causes.first_match(
+        (unrecorded, causes.UNKNOWN, causes.NONE),
         (stalled, causes.DEVICE_STALL, causes.RECURRING),
         (queued, causes.UNKNOWN, causes.NONE),
         (waits & (call >= 0) & wait.near[pieces.span], causes.COLLECTIVE, causes.ADJACENT),
@@ -223,11 +227,11 @@ def _split(trace: Trace, device: int | None, gaps: pl.DataFrame, before: pl.Data
         (unlaunched, causes.HOST, causes.LAUNCH_TIME),
         (copying, causes.COPY, causes.RUNNING),
     )
-    inherits = waits & (call < 0) & (gap >= 0) & ~stalled & ~queued
+    inherits = waits & (call < 0) & (gap >= 0) & ~stalled & ~queued & ~unrecorded
     is_host = cause == causes.CAUSES.index(causes.HOST)
     synced = ~waits & (cause == causes.CAUSES.index(causes.COLLECTIVE)) & host_state.is_synchronizing(state)
     place = gaps.select("gap", "device", "step", "phase", "unit", "activity_id")
-    detail = np.where(queued, causes.QUEUED, np.where(is_host | synced, state, -1))
+    detail = np.where(queued & ~unrecorded, causes.QUEUED, np.where(is_host | synced, state, -1))
     labels = causes.Labels(cause, detail, evidence)
     collective = np.where(cause == causes.CAUSES.index(causes.COLLECTIVE), call, -1)
     return _table(place, pieces, labels, calls, collective, before, np.where(inherits, gap, -1))

@@ -10,7 +10,7 @@ from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.communication import communication_gap_causes
 from tracekit.analysis.compute import compute_gap_causes
 from tracekit.analysis.host import launch_delay
-from tracekit.analysis.time import breakdown, host_state, trace_columns
+from tracekit.analysis.time import breakdown, host_state, launched_work, trace_columns
 from tracekit.ingest.readers.normalize.name_patterns import COMPILER
 from tracekit.model import columns, intervals, schema
 from tracekit.model.fact import run_fact, trace_fact
@@ -260,7 +260,7 @@ def _after_last_work(trace: Trace) -> Iterator[pl.DataFrame]:
     for step in ended.sort("device").iter_rows(named=True):
         busy = intervals.union(*breakdown.busy(trace, step["device"]))
         idle_ns = step["host_end_ns"] - int(busy[-1, 1]) if len(busy) else 0
-        if idle_ns < MIN_STALL_NS:
+        if idle_ns < MIN_STALL_NS or _is_cut_off(trace, step["device"], int(busy[-1, 1])):
             continue
         middle = np.array([int(busy[-1, 1]) + idle_ns // 2])
         row = {"step": step["step"], "gap_step": step["step"], "device": step["device"], "start_ns": int(busy[-1, 1])}
@@ -277,6 +277,12 @@ def _after_last_work(trace: Trace) -> Iterator[pl.DataFrame]:
         )
         name, nth = first.select("name_of", "nth").row(0) if first.height else (None, None)
         yield pl.DataFrame([row | {"place": name, "nth": nth, "is_last": True}], schema=_STALL_COLUMNS)
+
+
+def _is_cut_off(trace: Trace, device: int | None, end_ns: int) -> bool:
+    """Whether kernels were launched after the last work of a device that was recorded, and none of theirs is."""
+    after = np.array([[end_ns, np.iinfo(np.int64).max]])
+    return bool(launched_work.known_until(trace, device, after, after[:, 1])[0] < after[0, 1])
 
 
 def _shows(trace: Trace, cause: str) -> Flags:

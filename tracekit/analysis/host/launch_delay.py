@@ -31,9 +31,19 @@ COPY_COLUMNS = schema.columns(
     stack=pl.String, direction=pl.String, memory=pl.String,
 )  # fmt: skip
 TO_DEVICE, TO_HOST = "host to device", "device to host"
+PEER, WITHIN_DEVICE, MANAGED, UNKNOWN = "peer to peer", "within a device", "managed memory", "unknown direction"
+MEMORY_SET = "memory set"
 PAGEABLE, PINNED = "pageable", "pinned"
-# "Memcpy HtoD (Pageable -> Device)", "Memcpy DtoH (Device -> Pinned)", "CopyHostToDevice"
-_TO_DEVICE, _TO_HOST = r"(?i)HtoD|HostToDevice", r"(?i)DtoH|DeviceToHost"
+_DIRECTIONS = (
+    (TO_DEVICE, r"(?i)Hto[DA]\b|HostTo(Device|Array)|Host to Device|(\b|py|_)[HM]2D"),
+    (TO_HOST, r"(?i)\b[DA]toH|(Device|Array)ToHost|Device to Host|(\b|py|_)D2[HM]"),
+    (MANAGED, r"(?i)managed|unified|(\b|py|_)([DHMS]2S|S2[DHM])"),
+    (PEER, r"(?i)PtoP|P2P|peer"),
+    (WITHIN_DEVICE, r"(?i)[DA]to[DA]\b|DeviceToDevice|Device to Device|(\b|py|_)D2D"),
+)
+"""Directions by what copies are called, the first that fits: "Memcpy HtoD (Pageable -> Device)" and PtoP by CUPTI, also
+A for arrays on a device; "CopyHostToDevice" by ROCm; "zeCommandListAppendMemoryCopy(M2D)" by XPUs, where M and H are
+the host's memory and S is shared."""
 _MAX_CLIMBS = 6
 
 FULL_QUEUE = 1024
@@ -262,21 +272,24 @@ def places(trace: Trace) -> pl.DataFrame:
 
 @trace_fact
 def exposed_copies(trace: Trace) -> pl.DataFrame:
-    """Copies between host and device that are exposed: no compute and no collective runs meanwhile.
+    """Copies and memory sets that are exposed: no compute and no collective runs meanwhile.
 
     Columns COPY_COLUMNS: op (the outermost aten op around the launch, else the innermost op), stack (the innermost code
-    location of the program around it, where stacks were recorded), direction (TO_DEVICE or TO_HOST), memory (of the
-    host: PAGEABLE or PINNED; null where not recorded), exposed_ns; one row per copy with exposed time. Copies of saves
-    are left out, and so are copies of a CPU run, which has none.
+    location of the program around it, where stacks were recorded), direction (TO_DEVICE, TO_HOST, PEER, WITHIN_DEVICE,
+    MANAGED, MEMORY_SET or UNKNOWN), memory (of the host: PAGEABLE or PINNED; null where not recorded), exposed_ns; one
+    row per copy with exposed time. Copies of saves are left out, and so are copies of a CPU run, which has none.
     """
-    is_to_device, is_to_host = (trace_columns.is_activity_named(trace, pattern) for pattern in (_TO_DEVICE, _TO_HOST))
     is_of_save = columns.flags(trace.activities["phase"] == conventions.CHECKPOINT)
-    is_copy = trace_columns.is_activity_kind(trace, "memcpy") & (is_to_device | is_to_host) & ~is_of_save
-    copies = np.flatnonzero(is_copy)
+    is_set = trace_columns.is_activity_kind(trace, "memset")
+    copies = np.flatnonzero((trace_columns.is_activity_kind(trace, "memcpy") | is_set) & ~is_of_save)
     exposed_ns, device = _exposed_ns(trace, copies)
     copies, exposed_ns, device = (array[exposed_ns > 0] for array in (copies, exposed_ns, device))
     if not len(copies):
         return schema.empty(COPY_COLUMNS)
+    direction = np.full(len(copies), UNKNOWN, object)
+    for name, pattern in reversed(_DIRECTIONS):
+        direction[trace_columns.is_activity_named(trace, pattern)[copies]] = name
+    direction[is_set[copies]] = MEMORY_SET
     activities, op = trace.activities[copies], _ops_around(trace, copies)
     op_id = columns.to_ints(columns.values_at(trace.ops["id"], op), -1)
     issuers = columns.with_nulls(np.where(op_id >= 0, op_id, columns.to_ints(activities["launch_id"], -1)), "op_id")
@@ -287,7 +300,7 @@ def exposed_copies(trace: Trace) -> pl.DataFrame:
         issuers,
         columns.with_nulls(device, "device"),
         columns.values_at(trace.ops["name"], op).alias("op"),
-        pl.Series("direction", np.where(is_to_device[copies], TO_DEVICE, TO_HOST).astype(object), pl.String),
+        pl.Series("direction", direction.tolist(), pl.String),
         pl.Series("memory", memory.tolist(), pl.String),
         pl.Series("exposed_ns", exposed_ns),
     ]

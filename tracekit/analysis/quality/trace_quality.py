@@ -126,6 +126,8 @@ def _nothing(trace: Trace) -> Iterator[_Row]:
     if not (trace.activities["kind"] == "compute").any():
         message = "Collectives were recorded, but no operator: what the host computes, and how long, is not known."
         yield "no_operators", message, 1.0
+    if trace_columns.has_issue(trace, "device_times"):
+        return
     devices = environment.device_names(trace.header)
     launches = _launch_calls(trace).height
     if launches:
@@ -188,6 +190,11 @@ def _launches(trace: Trace) -> Iterator[_Row]:
         return
     work = trace.activities
     total_ns = max(int(work["dur_ns"].sum()), 1)
+    if work["launch_id"].is_null().all() and _lacks_launch_calls(trace):
+        unknown = "step, phase and cause" if work["step"].is_null().all() else "the launch"
+        message = f"The device's profiler recorded no launch calls: {unknown} of device work is not known."
+        yield "no_launch_calls", message, 1.0
+        return
     if work["launch_id"].is_null().all():
         yield (
             "no_host_activity",
@@ -195,6 +202,16 @@ def _launches(trace: Trace) -> Iterator[_Row]:
             1.0,
         )
         return
+    without_calls = _devices_without_calls(trace)
+    if without_calls:
+        is_without = work["lane"].is_in(trace.lanes.filter(pl.col("device").is_in(without_calls))["lane"].implode())
+        share = int(work.filter(is_without)["dur_ns"].sum()) / total_ns
+        message = (
+            f"{units.share(share)} of device time, all work of {units.numbers('device', without_calls)}, has no "
+            "recorded launch call, so its cause is not known."
+        )
+        yield "unlaunched_device", message, share
+        work = work.filter(~is_without)
     yield from _missing_launches(work, total_ns)
     stepless_ns = _stepless_ns(work)
     has_steps = not trace.steps["step"].is_null().all()
@@ -204,6 +221,27 @@ def _launches(trace: Trace) -> Iterator[_Row]:
         yield "outside_steps", f"{units.share(share)} of device time was launched outside the profiled steps.", share
     yield from _before_launch(trace, total_ns)
     yield from _idle_launches(trace)
+
+
+def _lacks_launch_calls(trace: Trace) -> bool:
+    """Whether the host was recorded, and a device that is none of CUDA or HIP, whose profiler may write no launches.
+
+    Kineto lists the devices of CUDA and HIP in its header, and lists none where it was built without either.
+    """
+    is_known = not trace_columns.has_issue(trace, "unknown_device") and trace.header.get("deviceProperties") != []
+    return not is_known and trace.ops["kind"].is_in(["cpu_op", "python"]).any()
+
+
+def _devices_without_calls(trace: Trace) -> list[int]:
+    """Devices of whose work no launch is recorded, though work of others is launched meanwhile.
+
+    What was queued before the recording began runs at its start only.
+    """
+    starts = trace.activities.join(trace.lanes.select("lane", "device"), on="lane").drop_nulls("device")
+    middle_ns = starts.filter(pl.col("launch_id").is_not_null())["start_ns"].median()
+    devices = starts.group_by("device").agg(pl.col("launch_id").count().alias("launched"), pl.col("start_ns").max())
+    is_without = (pl.col("launched") == 0) & (pl.col("start_ns") > pl.lit(middle_ns))
+    return devices.filter(is_without)["device"].sort().to_list()
 
 
 def _stepless_ns(work: pl.DataFrame) -> int:

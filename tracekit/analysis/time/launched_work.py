@@ -149,10 +149,18 @@ def kernel_ids(trace: Trace, device: int | None) -> npt.NDArray[np.uint64]:
     """Id for each row of a device's `work`, shape (n,); equal for the same work.
 
     Same work: name, grid, block, bytes, and input shapes of the launching op; without recorded shapes, the neighbouring
-    kernels on its lane, two on either side.
+    kernels on its lane, two on either side. Work whose launch was lost is the same as none, and so is work with such a
+    neighbour: its op may be another one, as forward and backward have kernels of one name. Work that was queued before
+    the recording has neighbours that are whole.
     """
+    device_work = work(trace, device)
     plain, has_shapes = _plain_ids(trace, device)
-    return np.where(has_shapes, plain, _in_context(plain, work(trace, device)))
+    ids = np.where(has_shapes, plain, _in_context(plain, device_work))
+    is_lost = _lost_launches(device_work)
+    if is_lost.any():
+        is_unique = is_lost | (~has_shapes & _has_neighbour(is_lost, device_work))
+        ids[is_unique] = device_work["id"].hash(seed=0).to_numpy()[is_unique]
+    return ids
 
 
 def kernel_ids_anywhere(trace: Trace, device: int | None) -> npt.NDArray[np.uint64]:
@@ -177,6 +185,38 @@ def _plain_ids(trace: Trace, device: int | None) -> tuple[npt.NDArray[np.uint64]
 def kernel_places(work: pl.DataFrame) -> npt.NDArray[np.uint64]:
     """Id for each row's place in the program, shape (n,): its name and those of its neighbours."""
     return _in_context(work.select(pl.col("name").hash(seed=0)).to_series().to_numpy(), work)
+
+
+@memoize
+def lost_launches(trace: Trace) -> Ints:
+    """Ends of the calls that launched kernels of which no device work was recorded, in order.
+
+    Empty where no work has a recorded launch: then calls and work have no numbers in common.
+    """
+    launch_ids = trace_columns.launch_ids(trace)
+    if not trace.on_device or not (launch_ids >= 0).any():
+        return np.empty(0, np.int64)
+    calls = trace_columns.is_kind(trace, "runtime") & trace_columns.is_named(trace, _KERNEL_LAUNCH)
+    is_lost = calls & ~np.isin(trace.ops["id"].to_numpy(), launch_ids)
+    return np.sort(trace_columns.spans(trace)[is_lost, 1])
+
+
+def known_until(trace: Trace, device: int | None, idle: Spans, ended_ns: Ints) -> Ints:
+    """Time until which each idle span of a device is known to be idle: its end, unless kernels were lost.
+
+    A kernel that was lost may have run from the end of its launch on, after the work that was launched before, and
+    ahead of that which ends the span and was launched at `ended_ns` (NEVER where that is not known).
+    """
+    lost_ns = lost_launches(trace)
+    if not len(lost_ns):
+        return idle[:, 1]
+    arrays = work_columns(trace, device)
+    rows = np.flatnonzero(arrays.computes & (arrays.call >= 0))
+    launched_ns = np.append(np.iinfo(np.int64).min, np.maximum.accumulate(arrays.launched_ns[rows]))
+    before_ns = launched_ns[np.searchsorted(arrays.spans[rows, 0], idle[:, 0], side="left")]
+    first_ns = np.append(lost_ns, np.iinfo(np.int64).max)[np.searchsorted(lost_ns, before_ns, side="right")]
+    until_ns = np.where(ended_ns == sweep_line.NEVER, idle[:, 1], ended_ns)
+    return np.where(first_ns < until_ns, np.maximum(first_ns, idle[:, 0]), idle[:, 1])
 
 
 @memoize
@@ -294,6 +334,7 @@ def _with_alone(prepared: pl.DataFrame) -> pl.DataFrame:
     ).drop("_blocks", "_size", "same_ns", "block_ns")
 
 
+_KERNEL_LAUNCH = r"^(cuda|hip|cu)(Graph|Module|Ext|Cooperative|Coop)?Launch"
 ALONE_RATIO = 0.05
 """Work counts as alone if other work overlaps at most this share of its time."""
 _MANY_BLOCKS = 1024  # several per SM: such a copy or cast is memory-bound, so its time scales with size
@@ -312,6 +353,27 @@ def _in_context(plain: npt.NDArray[np.uint64], work: pl.DataFrame) -> npt.NDArra
     ids = np.empty_like(mixed)
     ids[order] = mixed
     return ids
+
+
+def _lost_launches(work: pl.DataFrame) -> npt.NDArray[np.bool_]:
+    """Flags of the work without a launch that follows launched work on its lane: its launch was recorded and lost."""
+    if not work["launch_id"].null_count():
+        return np.zeros(work.height, np.bool_)
+    is_launched = pl.col("launch_id").is_not_null()
+    is_lost = ~is_launched & (is_launched.cum_sum().over("lane") > 0)
+    return work.select(is_lost).to_series().to_numpy()
+
+
+def _has_neighbour(flags: npt.NDArray[np.bool_], work: pl.DataFrame) -> npt.NDArray[np.bool_]:
+    """Flags of the rows of which a neighbour on their lane, as `_in_context` counts them, is flagged."""
+    lane = work["lane"].to_numpy()
+    order = np.argsort(lane, kind="stable")
+    rows = np.flatnonzero(flags[order])
+    near = (rows[:, None] - np.array(_NEIGHBOURS)).clip(0, len(order) - 1)
+    near = near[lane[order[near]] == lane[order[rows]][:, None]]
+    has_neighbour = np.zeros(len(flags), np.bool_)
+    has_neighbour[order[near]] = True
+    return has_neighbour
 
 
 def _number_gaps(parts: list[pl.DataFrame], columns: schema.ColumnTypes) -> pl.DataFrame:

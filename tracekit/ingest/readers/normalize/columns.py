@@ -194,6 +194,7 @@ class ColumnBuilder:
         part = self._common(slices)
         if part is None:
             return None
+        part["start_ns"] = _with_marked_ns(part["start_ns"], slices)
         is_op, is_call = kind == event_categories.CPU_OP, kind == event_categories.RUNTIME
         ops, calls = np.flatnonzero(is_op), np.flatnonzero(is_call)
         op_args = [e.args or _NO_ARGS for e in compress(slices, is_op.tobytes())]
@@ -235,6 +236,7 @@ class ColumnBuilder:
         part = self._common(slices)
         if part is None:
             return None
+        part["start_ns"] = _with_marked_ns(part["start_ns"], slices)
         args = [e.args or _NO_ARGS for e in slices]
         details = zip(
             [bytes(a.grid) for a in args],
@@ -400,6 +402,10 @@ def _by_itself(args: Args) -> Args:
             setattr(args, name, raw.copy())
     args.grid = args.block = _NO_ARGS.grid  # by now in a column
     return args
+
+
+def _with_marked_ns(start_ns: Ints, slices: list[Any]) -> Ints:
+    return numbers.mark_ns(start_ns, [e.ts for e in slices]) if (start_ns == numbers.BAD).any() else start_ns
 
 
 def _columns(args: list[Args], convert: Callable[[list[Any]], Ints], *names: str) -> dict[str, Ints]:

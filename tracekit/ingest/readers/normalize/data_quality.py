@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import polars as pl
 
+from tracekit.ingest.readers.normalize import consecutive_numbers
 from tracekit.ingest.readers.normalize.event_categories import HOST_KINDS
 from tracekit.ingest.readers.normalize.event_tables import Events
 from tracekit.ingest.readers.normalize.odd_slices import OddValues
@@ -16,8 +17,6 @@ _ENOUGH_TIMES = 64
 _LEAST_UNDECIDED = 0.005
 _MOST_NAMES, _LONGEST_NAME = 3, 80
 _LEAST_OPS = 1000
-_BLOCK = 256
-"""A thread's blocks of numbers begin after a multiple of this: where one follows another, no op is missing."""
 _MOST_MISSING = 0.5
 _LEAST_CALLS, _LEAST_RECORDED = 500, 0.01
 """Of the calls of the device runtime profilers record launches, copies and synchronizations: 7% to 100% of all calls
@@ -114,6 +113,12 @@ def _odd(events: Events, odd: OddValues) -> Iterator[Row]:
     if count := sum(reasons.values()):
         named = ", ".join(f"{number:,} {what}" for what, number in reasons.items() if number)
         yield "bad_times", f"Events with wrong times were left out: {named}.", count / total
+    if odd.untimed_work:
+        message = (
+            f"None of {odd.untimed_work:,} recorded activities of the device has a usable time: they are in another "
+            "unit or of another clock than those of the host, so times are of the host."
+        )
+        yield "device_times", message, 1.0
     scales = {"host slices": odd.host_scale, "device activities": odd.device_scale}
     if converted := [f"of {what} in {_UNIT_OF_SCALE[scale]}" for what, scale in scales.items() if scale != 1]:
         message = f"Durations {' and '.join(converted)}, unlike their times in µs: they were converted."
@@ -145,14 +150,13 @@ def _sampled_ops(events: Events) -> Iterator[Row]:
     Where ops have no numbers: those that lack most calls of the CUDA runtime, which has its own numbers. Where
     neither shows it, ops may be missing.
     """
-    is_numbered = pl.col("kind").is_in([HOST_KINDS.index("cpu_op"), HOST_KINDS.index("annotation")])
-    ids = events.host.filter(is_numbered, pl.col("external_id") > 0)["external_id"].unique().sort()
-    if ids.is_empty():
+    is_op = pl.col("kind").is_in([HOST_KINDS.index("cpu_op"), HOST_KINDS.index("annotation")])
+    numbered = _numbered(events.host.filter(is_op), "external_id")
+    if numbered.is_empty():
         yield from _sampled_calls(events)
         return
-    recorded, before = len(ids), ids.shift(1)
-    is_next_block = (before % _BLOCK == 0) & (ids % _BLOCK == 1)
-    op_count = 1 + int((ids - before).set(is_next_block.fill_null(value=False), 1).sum())
+    recorded = numbered["number"].n_unique()
+    op_count = max(consecutive_numbers.given_count(numbered, block_size=consecutive_numbers.OP_BLOCK_SIZE), recorded)
     missing = 1 - recorded / op_count
     if op_count >= _LEAST_OPS and missing > _MOST_MISSING:
         message = f"The trace has {recorded:,} of {op_count:,} consecutively numbered ops: the others are missing."
@@ -160,9 +164,9 @@ def _sampled_ops(events: Events) -> Iterator[Row]:
 
 
 def _sampled_calls(events: Events) -> Iterator[Row]:
-    calls = events.host.filter(pl.col("kind") == HOST_KINDS.index("runtime"), pl.col("correlation") > 0)
-    numbers = calls["correlation"].unique()
-    call_count = 1 + int(numbers.max()) - int(numbers.min()) if len(numbers) >= _LEAST_CALLS else 0  # type: ignore[arg-type]
+    numbered = _numbered(events.host.filter(pl.col("kind") == HOST_KINDS.index("runtime")), "correlation")
+    numbers = numbered["number"].unique()
+    call_count = consecutive_numbers.given_count(numbered) if len(numbers) >= _LEAST_CALLS else 0
     op_count = events.host.filter(pl.col("kind") == HOST_KINDS.index("cpu_op")).height
     if len(numbers) < _LEAST_RECORDED * call_count:
         message = (
@@ -172,6 +176,12 @@ def _sampled_calls(events: Events) -> Iterator[Row]:
         yield "sampled", message, 1 - len(numbers) / call_count
     elif op_count >= _LEAST_UNNUMBERED:
         yield "unnumbered_ops", f"{op_count:,} ops have no numbers, which would show whether others are missing.", 0.0
+
+
+def _numbered(slices: pl.DataFrame, column: str) -> pl.DataFrame:
+    """Slices with a number, which profilers count from 1: columns number, source and start_ns."""
+    numbered = slices.filter(pl.col(column) > 0)
+    return numbered.select(pl.col(column).alias("number"), pl.struct("lane", "kind").alias("source"), "start_ns")
 
 
 def _undecided_kernels(kernels: pl.DataFrame, busy_ns: int) -> Iterator[Row]:

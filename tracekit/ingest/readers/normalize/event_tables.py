@@ -6,7 +6,7 @@ from typing import Any
 
 import polars as pl
 
-from tracekit.ingest.readers.normalize import numbers
+from tracekit.ingest.readers.normalize import category_units, numbers
 from tracekit.ingest.readers.normalize.columns import CollectiveArgs, ColumnBuilder, KernelDetails, OpInputs
 
 
@@ -76,6 +76,9 @@ def of_columns(
 ) -> Events:
     """Return the events that a finished builder was given; its parts are let go."""
     host, device, memory, syncs, unknown = builder.frames()
+    host, device, issues = category_units.in_one_unit(host, device)
+    is_in_range = pl.col("start_ns") < numbers.MOST_NS
+    unknown = unknown.with_columns(pl.when(is_in_range).then("start_ns").otherwise(numbers.BAD).alias("start_ns"))
     return Events(
         header=header,
         host=host,
@@ -100,4 +103,5 @@ def of_columns(
         damage=damage or Damage(),
         clock=builder.clock,
         read_bytes=read_bytes,
+        issues=issues,
     )

@@ -121,6 +121,24 @@ class Clock:
         return ns if abs(ns) < MOST_NS else BAD
 
 
+def mark_ns(start_ns: Ints, values: list[Any]) -> Ints:
+    """Return times with MOST_NS + ns for those of `values` that are too large for µs, and not for ns since 1970.
+
+    Only `category_units` knows whether they are in ns; to all others they are BAD.
+    """
+    marked = start_ns.copy()
+    for row in np.flatnonzero(start_ns == BAD).tolist():
+        value = values[row]
+        text = bytes(value).decode("utf-8", "replace").strip('"') if isinstance(value, msgspec.Raw) else str(value)
+        try:
+            number = Decimal(text)
+        except ArithmeticError:
+            continue
+        if number.is_finite() and MOST_NS // 1000 <= number < MOST_NS:
+            marked[row] = MOST_NS + int(number)
+    return marked
+
+
 def _largest(array: npt.NDArray[Any]) -> float:
     """Return the largest absolute value; NaN if any value is NaN, 0 if there are none."""
     return max(array.max().item(), -array.min().item()) if len(array) else 0

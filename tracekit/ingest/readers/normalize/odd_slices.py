@@ -44,6 +44,8 @@ class OddValues:
     overlong: list[Overlong] = field(default_factory=list)
     duplicates: int = 0
     """Events that the file has before."""
+    untimed_work: int = 0
+    """Activities of the device, if none has a usable time."""
     unplaced: int = 0
     """Events of the allocator that state no device."""
     host_scale: float = 1.0

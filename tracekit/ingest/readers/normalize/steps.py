@@ -117,12 +117,13 @@ def _with_unmarked(step: Ints, start: Ints, end: Ints, lost: Ints, first_ns: int
 def device_windows(steps: Steps, activities: pl.DataFrame, lanes: pl.DataFrame) -> pl.DataFrame:
     """Return the steps table: one row per step and device; one window of all work on each device if none is in a step.
 
-    The main lane is that with most compute, or, in a trace of nothing but communication, with most of this.
+    The main lane is that with most compute; in a trace without any, with most communication, else with most work.
     """
     lane, start = activities["lane"].to_numpy(), activities["start_ns"].to_numpy()
     end = start + activities["dur_ns"].to_numpy()
     computes = (activities["kind"] == "compute").to_numpy()
     computes = computes if computes.any() else (activities["kind"] == "communication").to_numpy()
+    computes = computes if computes.any() else np.ones(len(lane), bool)  # nothing but copies
     step_index = _step_index(steps, activities["step"])
     device_of = dict(zip(lanes["lane"].to_list(), lanes["device"].to_list(), strict=True))
     rows: list[_Row] = []

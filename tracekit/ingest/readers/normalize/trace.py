@@ -61,6 +61,7 @@ def build_trace(
     timed = Slices(*(_with_times(frame, base_ns, odd) for frame in (events.host, events.device)))
     timed = odd_values.without_odd_values(timed, events.names, odd)
     slices, device = timed.host, timed.device
+    odd.untimed_work = events.device.height if device.is_empty() else 0
     threads, lanes = _lanes(events, slices)
     built = host_slices.build(slices, events.names, events.inputs, threads, _lost_steps(events, slices))
     work_end_ns = int((device["start_ns"] + device["dur_ns"]).max() or 0)  # type: ignore[arg-type]

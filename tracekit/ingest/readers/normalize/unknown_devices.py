@@ -240,10 +240,17 @@ def _issue(
 
 
 def _numbers(events: Events, streams: list[_Lane]) -> tuple[dict[int, int], dict[int, int]]:
-    """Device and stream of each thread: stated in arguments or names, else numbered; no two threads share both."""
+    """Device and stream of each thread: stated in arguments or names, else numbered; no two threads share both.
+
+    What states no device is on none of those that known work of other processes runs on, whatever a name's number is.
+    """
     devices: dict[int, int] = {}
     stream_numbers: dict[int, int] = {}
     unnumbered: dict[str, int] = {}
+    # Work of known categories: its devices, by process.
+    known = events.device.drop_nulls("device")
+    device_of_pid = {events.threads[lane][0]: device for lane, device in known.select("lane", "device").unique().rows()}
+    first_unused = 1 + max(device_of_pid.values(), default=-1)
     used = set[tuple[int, int]]()
     for lane in streams:
         label, process = events.process_labels.get(lane.pid, ""), events.process_names.get(lane.pid, "")
@@ -251,10 +258,12 @@ def _numbers(events: Events, streams: list[_Lane]) -> tuple[dict[int, int], dict
         number = _NUMBER.search(label) or (_NUMBER.search(process) if _DEVICE.search(process) else None)
         if len(stated):
             device = int(stated[0])
-        elif number:
+        elif lane.pid in device_of_pid:
+            device = device_of_pid[lane.pid]
+        elif number and int(number[1]) not in device_of_pid.values():
             device = int(number[1])
         else:
-            device = unnumbered.setdefault(label or process or str(lane.pid), len(unnumbered))
+            device = unnumbered.setdefault(label or process or str(lane.pid), first_unused + len(unnumbered))
         streams_stated = events.unknown["stream"].gather(lane.rows).drop_nulls()
         named = _STREAM.search(lane.name) or _NUMBER.search(lane.tid or "")
         stream = int(streams_stated[0]) if len(streams_stated) else int(named[1]) if named and named[1] else 0
