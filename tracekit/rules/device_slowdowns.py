@@ -117,6 +117,10 @@ class DeviceStall(Rule):
     """
 
     code: ClassVar[str] = "STREAM005"
+    fix_without_pytorch: ClassVar[str] = (
+        "Record again without other tools that attach to the process, and check for other processes on the device "
+        "(nvidia-smi pmon -c 1); launch fewer kernels: merge small ones, or record them as a CUDA graph."
+    )
     facts: ClassVar[tuple[TraceFact, ...]] = (*device_stalls.FACTS, *save_stages.FACTS)
     min_stall_ratio: float = 0.01
     min_gap_ratio: float = 0.03
@@ -211,6 +215,10 @@ class ClockDrop(Rule):
     """
 
     code: ClassVar[str] = "STEP003"
+    fix_without_pytorch: ClassVar[str] = (
+        "Check clocks, power limit and temperature of the device (nvidia-smi -q -d "
+        "CLOCK,PERFORMANCE,POWER,TEMPERATURE)."
+    )
     facts: ClassVar[tuple[TraceFact, ...]] = (
         device_counters.clock_drops,
         device_counters.work_variation,

@@ -44,13 +44,8 @@ _ACTIVITIES = {
     host_state.LOCK: Advice("waiting for a lock"),
 }
 _LATER_STEPS = "Profile later steps: schedule(wait=…, warmup=2, …), or Recorder(warmup=2)."
-_OTHER_LAUNCHES = (
-    "Shorten what the host does between launches, or launch fewer kernels: CUDA graphs, fused kernels, larger batches."
-)
-_FEWER_LAUNCHES = Advice("Launch fewer kernels: {}.", other=_OTHER_LAUNCHES)
-_LESS_PYTHON = Advice(
-    "Shorten Python between launches (hooks, logging, gc), or launch fewer kernels: {}.", other=_OTHER_LAUNCHES
-)
+_FEWER_LAUNCHES = Advice("Launch fewer kernels: {}.")
+_LESS_PYTHON = Advice("Shorten Python between launches (hooks, logging, gc), or launch fewer kernels: {}.")
 _PLACE = [*DEVICE, "phase", "name", "nth"]
 
 
@@ -84,6 +79,11 @@ class LateLaunch(Rule):
     """
 
     code: ClassVar[str] = "HOST001"
+    fix_without_pytorch: ClassVar[str] = (
+        "Shorten what the host does between launches, or launch fewer and larger kernels: merge small kernels, "
+        "record the sequence as a CUDA graph (cudaStreamBeginCapture, cudaGraphLaunch), process more elements in "
+        "each launch."
+    )
     facts: ClassVar[tuple[TraceFact, ...]] = (*_FACTS, host_stalls.host_stalls, breakdown.by_step)
     min_late_ratio: float = 0.05
     min_place_ratio: float = 0.03
@@ -213,6 +213,11 @@ class BlockingSync(Rule):
     """
 
     code: ClassVar[str] = "HOST002"
+    fix_without_pytorch: ClassVar[str] = (
+        "Copy results asynchronously (cudaMemcpyAsync into memory of cudaHostAlloc), and wait for an event "
+        "(cudaEventSynchronize) only where the host needs them, after the next launches, instead of "
+        "cudaDeviceSynchronize or cudaStreamSynchronize; decide on the device what the host does not have to know."
+    )
     facts: ClassVar[tuple[TraceFact, ...]] = (*_FACTS, launch_delay.device_reads, value_reads.value_reads)
     min_idle_ratio: float = 0.02
     min_read_ratio: float = 0.03
@@ -301,8 +306,6 @@ _READ_LATER = Advice(
     "Keep values on the device and read them (.item(), .cpu()) after the launches of the next iteration, or copy them "
     "with non_blocking=True into pinned memory: sampled tokens for several iterations at once. Use torch.where instead "
     "of an if on a tensor.",
-    "Copy results asynchronously into pinned memory, and wait for an event only where the host needs them, after the "
-    "next launches; decide on the device what the host does not have to know.",
 )
 
 
@@ -332,6 +335,9 @@ class DataStall(Rule):
     """
 
     code: ClassVar[str] = "HOST003"
+    fix_without_pytorch: ClassVar[str] = (
+        "Read input ahead on another thread, into pinned memory (cudaHostAlloc); use faster storage."
+    )
     facts: ClassVar[tuple[TraceFact, ...]] = (*_FACTS, launch_delay.data_waits, host_stalls.io_calls)
     min_stall_ratio: float = 0.05
     min_saved_ratio: float = 0.02

@@ -32,6 +32,10 @@ _MIN_LATEST_RATIO = 2 / 3
 _MAX_NAMED = 3
 _FEW_STEPS = 2
 """Steps of which the range is their spread: quartiles of two are interpolated, and one may be four times the other."""
+_WITHOUT_PYTORCH = (
+    "Give each rank the same amount of work, and check the host of the late one: other processes on its cores, input "
+    "and output, clocks and temperature of its device (nvidia-smi -q -d CLOCK,PERFORMANCE,TEMPERATURE)."
+)
 _MOST_BEYOND_WAIT = 2
 """How many times as long as ranks are awaited their calls may take longer: what differs by more is not why they are."""
 _MIN_RECURRING = 3
@@ -86,6 +90,7 @@ class Straggler(Rule):
     """
 
     code: ClassVar[str] = "RANK001"
+    fix_without_pytorch: ClassVar[str] = _WITHOUT_PYTORCH
     facts: ClassVar[tuple[TraceFact, ...]] = (*late_ranks.FACTS, *OverloadedExperts.facts, *device_comparison.FACTS)
     finding_facts: ClassVar[tuple[TraceFact, ...]] = (*late_ranks.EXCESS_FACTS, log_contents.reading_issues)
     min_wait_ratio: float = 0.03
@@ -303,6 +308,7 @@ class UnevenRanks(Rule):
     """
 
     code: ClassVar[str] = "RANK003"
+    fix_without_pytorch: ClassVar[str] = _WITHOUT_PYTORCH
     facts: ClassVar[tuple[TraceFact, ...]] = (*Straggler.facts, *stragglers.FACTS, *outlier_steps.OutlierStep.facts)
     finding_facts: ClassVar[tuple[TraceFact, ...]] = late_ranks.TURN_FACTS
     min_wait_ratio: float = 0.1
@@ -601,6 +607,7 @@ class LateGroup(Straggler):
     """
 
     code: ClassVar[str] = "RANK004"
+    fix_without_pytorch: ClassVar[str] = _WITHOUT_PYTORCH
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding per group of ranks that straggles."""
@@ -634,6 +641,7 @@ class OccasionalStraggler(Rule):
     """
 
     code: ClassVar[str] = "RANK005"
+    fix_without_pytorch: ClassVar[str] = _WITHOUT_PYTORCH
     facts: ClassVar[tuple[TraceFact, ...]] = (
         *stragglers.FACTS,
         *outlier_steps.OutlierStep.facts,

@@ -35,6 +35,8 @@ class Steps:
     on_device: bool = False
     layers: int = 0
     reason: str = ""
+    range_name: str = ""
+    """Name of the ranges that are the steps of a program without PyTorch."""
 
     def at(self, times: Ints) -> Ints:
         """Return the index of the step whose window contains each time; -1 outside all steps."""
