@@ -7,7 +7,7 @@ import polars as pl
 
 from tracekit.analysis.parallelism import workload
 from tracekit.analysis.parallelism.workload import Program
-from tracekit.analysis.time import host_state
+from tracekit.analysis.time import breakdown, host_state
 from tracekit.model.run import Run
 from tracekit.rules.rule import Report, Rule
 
@@ -44,6 +44,18 @@ class Advice:
         if program is Program.OTHER:
             return AnyProgramText(self.other) if self.other else inference
         return inference if program is Program.INFERENCE else self.training
+
+
+@dataclass(frozen=True)
+class DeviceAdvice:
+    """What to check of the hardware: of GPUs, or in a CPU run of the cores."""
+
+    on_device: str
+    on_host: str
+
+    def suited_to(self, run: Run) -> str:
+        """The advice for what the run computes on."""
+        return self.on_device if breakdown.is_on_device(run) else self.on_host
 
 
 def suit_to_program(report: Report, rules: Iterable[Rule]) -> Report:

@@ -11,7 +11,7 @@ from tracekit.analysis.compute import device_counters
 from tracekit.analysis.compute.excess_time import EXTRA, LARGER, LATE
 from tracekit.analysis.parallelism import device_comparison
 from tracekit.analysis.parallelism.device_comparison import DeviceComparison
-from tracekit.analysis.time import device_stalls
+from tracekit.analysis.time import breakdown, device_stalls
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
@@ -388,7 +388,7 @@ def compare_late_devices(run: Run, ranks: tuple[int, ...], steps: pl.DataFrame, 
     several, message = len(ranks) > 1, ""
     reset = _RESET_DEVICE if errors.uncorrected or errors.is_remap_pending else ""
     if compared is None:
-        fix += reset + ("" if is_explained else _RECORD_CLOCKS)
+        fix += reset + ("" if is_explained or not breakdown.is_on_device(run) else _RECORD_CLOCKS)
     else:
         own, peers = f"{compared.clock_mhz:,.0f} MHz", f"{compared.others_clock_mhz:,.0f} MHz"
         message = f" {'Their GPUs run' if several else 'Its GPU runs'} at {own}"
