@@ -95,7 +95,7 @@ class Straggler(Rule):
     fix_without_pytorch: ClassVar[str] = _WITHOUT_PYTORCH
     facts: ClassVar[tuple[TraceFact, ...]] = (*late_ranks.FACTS, *OverloadedExperts.facts, *device_comparison.FACTS)
     finding_facts: ClassVar[tuple[TraceFact, ...]] = (
-        *late_ranks.EXCESS_FACTS, log_contents.reading_issues, cpu_contention.op_excess,
+        *late_ranks.EXCESS_FACTS, log_contents.reading_issues, *cpu_contention.FACTS,
     )  # fmt: skip
     min_wait_ratio: float = 0.03
     min_steps_ratio: float = 0.75
@@ -314,7 +314,7 @@ class UnevenRanks(Rule):
     code: ClassVar[str] = "RANK003"
     fix_without_pytorch: ClassVar[str] = _WITHOUT_PYTORCH
     facts: ClassVar[tuple[TraceFact, ...]] = (*Straggler.facts, *stragglers.FACTS, *outlier_steps.OutlierStep.facts)
-    finding_facts: ClassVar[tuple[TraceFact, ...]] = (*late_ranks.TURN_FACTS, cpu_contention.op_excess)
+    finding_facts: ClassVar[tuple[TraceFact, ...]] = (*late_ranks.TURN_FACTS, *cpu_contention.FACTS)
     min_wait_ratio: float = 0.1
     min_uneven_ratio: float = 0.03
     min_latest_ratio: float = 0.03
@@ -701,7 +701,7 @@ class OccasionalStraggler(Rule):
         *OverloadedExperts.facts,
     )
     finding_facts: ClassVar[tuple[TraceFact, ...]] = (
-        *late_ranks.EXCESS_FACTS, log_contents.reading_issues, cpu_contention.op_excess,
+        *late_ranks.EXCESS_FACTS, log_contents.reading_issues, *cpu_contention.FACTS,
     )  # fmt: skip
     min_lost_ratio: float = 0.03
 

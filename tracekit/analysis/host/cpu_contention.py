@@ -144,10 +144,10 @@ def varying_factor(run: Run, ranks: Sequence[int], steps: pl.DataFrame) -> float
 
     The time of all ops of a rank in `steps` (columns window and step) has the variance of identical ops, those of one
     name and input shapes, over all steps. None where `ranks` take longer than the others by more than chance explains,
-    where times vary little, and where a device computes.
+    where times vary little, where `contended_ops` shows why, and where a device computes.
     """
     ops = run.table(op_excess).with_columns(fastest_ns=pl.col("dur_ns") - pl.col("excess_ns"))
-    if ops.is_empty():
+    if ops.is_empty() or run.table(contended_ops).height:
         return None
     same = ["window", "rank", "name", "fastest_ns"]
     with_spread = ops.with_columns(variance=pl.col("dur_ns").var().over(same).fill_null(0.0))
