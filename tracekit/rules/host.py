@@ -68,7 +68,8 @@ class LateLaunch(Rule):
     deviation from it, so that an interruption of one step does not count. In a recording without steps, one pause that
     is more than half of the loss need not recur: it is information. So is a window of one step, or without steps, that
     spends more than half of the loss on first uses (kernels loaded, compiled or tried out, long first launches of a
-    kernel): it is warm-up.
+    kernel): it is warm-up. A recording begins in the first step: there the replay counts, before the first launch, the
+    median of the pauses before those of the other steps, if there are two or more.
 
     How to fix: shorten Python between launches (hooks, logging, metrics, gc.freeze or gc.collect at chosen steps);
     launch fewer and larger kernels: torch.compile, CUDA graphs (mode="reduce-overhead"), fused or foreach optimizers,
@@ -199,7 +200,8 @@ class BlockingSync(Rule):
     How it is measured: gaps in compute that are the host's and began during a synchronizing call (Stream-, Event- or
     DeviceSynchronize, a blocking memcpy, aten::item), or contain one. Without the call, the host could have launched
     earlier by the time that it waited: gaps count for at most as long as it has waited in the step; the rest belongs to
-    HOST001. Time in which a copy runs belongs to HOST004. FSDP1's rate limiter does not count. On a CPU run: ops that
+    HOST001. Before the first launch of a recording the replay counts what the other steps lose there, in the median.
+    Time in which a copy runs belongs to HOST004. FSDP1's rate limiter does not count. On a CPU run: ops that
     give values to Python, and copies, norms, sums and the like directly before them, unless backward needs their
     results. Steps that save are left out. The message quotes the median step of the worst device.
 
