@@ -9,7 +9,7 @@ import polars as pl
 import pytest
 
 from tests.support import cli_runner
-from tests.support.sample_snapshots import MIB, SHARED, Simulation, event, frame, recorded, write
+from tests.support.sample_snapshots import MIB, SHARED, Simulation, document, event, frame, recorded, segment, write
 from tracekit.analysis.memory import snapshot_files
 from tracekit.ingest.readers import memory_snapshots
 from tracekit.replay.allocator import out_of_memory, playback
@@ -130,6 +130,24 @@ def test_a_full_device_gets_no_setting(tmp_path):
     text = cli_runner.tracekit("memory", path).stdout
     assert text.startswith("Out of memory: aten::mm in train (train.py:7) requested 64 MiB on device 0.")
     assert "384 MiB was allocated: at least 48 MiB less must be. No allocator setting can serve the request" in text
+
+
+def test_more_than_was_allocated_is_not_asked_to_be_freed(tmp_path):
+    oom = event("oom", 0, 5000 * MIB) | {"device_free": 1000}
+    snapshot = document([segment(MIB, [(10 * MIB, "inactive")])], [event("free_completed", MIB, 10 * MIB), oom])
+    text = cli_runner.tracekit("memory", write(tmp_path / "oom.pickle", snapshot)).stdout
+    assert "less must be" not in text
+    assert "Make the request smaller" in " ".join(text.split())
+
+
+def test_devices_that_are_not_shown_are_named_with_their_memory(tmp_path):
+    segments = [segment(MIB, [(300 * MIB, "active_allocated")])]
+    segments.append(segment(1 << 32, [(50 * MIB, "active_allocated")], device=1))
+    history = [event("segment_alloc", 1 << 32, 50 * MIB), event("alloc", 1 << 32, 50 * MIB)]
+    path = write(tmp_path / "two.pickle", document(segments, [], history))
+    text = " ".join(cli_runner.tracekit("memory", path).stdout.split())
+    assert text.startswith("50 MiB allocated at the peak")
+    assert "device 0 has 300 MiB allocated and 300 MiB reserved" in text
 
 
 def test_the_settings_of_the_recording_are_never_advised(fragmentation):

@@ -12,7 +12,7 @@ from tracekit.model import units
 from tracekit.model.trace import Trace
 
 _KINDS = ("annotation", "cpu_op", "python")
-_REPLACED_ISSUES = ("no_steps", "one_pass", "steps_from_optimizer", "steps_from_repetition")
+_REPLACED_ISSUES = ("no_steps", "one_pass", "steps_from_optimizer", "steps_from_ranges", "steps_from_repetition")
 _MAX_NAMES = 5
 
 

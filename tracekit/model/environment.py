@@ -16,6 +16,8 @@ VERSION_COLUMNS = {"name": pl.String, "value": pl.String}
 _RANK_COUNT = re.compile(r"[0-9]{1,7}\Z")
 _VERSION = re.compile(r"(^|_)version$")
 _DISTRIBUTED = ("nccl_version", "backend", "world_size")
+RECORDS_ANY_PROGRAM = "tracekit.records_any_program"
+"""The key of headers of profilers that record any program, with PyTorch or without (Nsight Systems, rocprofv3)."""
 DEVICE = "device"
 DEVICE_OVERRIDES = "tracekit.devices"
 """The key of a header with what the user states of devices: `conventions.devices.DeviceOverride` of each."""

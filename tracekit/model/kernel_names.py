@@ -19,6 +19,13 @@ _LAMBDA = re.compile(r"\{(?:lambda|unnamed)[^{}#]*#?(\d*)\}")
 _WORD = re.compile(r"#\d+|(?<!\w)(?:[A-Za-z_]\w*(?:::[A-Za-z_]\w*)*|-?\d+)")
 _MANGLED = re.compile(r"L[a-z](n?\d+)E|\d+")
 _LENGTH = re.compile(r"\d+")
+COMPILED = r"^triton_(poi|red|per|tem|mm|for|spl)_fused|^triton_(poi|red|per)_|^## Call CompiledFxGraph|^Torch-Compiled"
+"""Slices and kernels of torch.compile."""
+OF_PYTORCH = (
+    r"^(aten|prims|torch|autograd|c10d|_c10d_functional)::|^nn\.Module: |^ProfilerStep#|^torch/|"
+    r"at::native|at::cuda|c10::|" + COMPILED
+)
+"""Operators, functions and kernels of PyTorch; with nsys and without `emit_nvtx` only kernels show it."""
 _FRAME = re.compile(r"^(.*)\((\d+)\): (.*)$")
 # What wraps the function that says what is computed, and what is the same in all kernels of a kind.
 _NOISE = re.compile(

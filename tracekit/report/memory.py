@@ -133,6 +133,13 @@ def _oom_advice(oom: OutOfMemoryEvent) -> list[str]:
         return []
     missing_bytes = oom.requested_bytes - oom.room_bytes - (oom.reserved_bytes - oom.allocated_bytes)
     how = "about" if oom.is_process_limit else "at least"
+    if missing_bytes > oom.allocated_bytes:
+        rest = units.size(missing_bytes - oom.allocated_bytes)
+        return [
+            f"{units.size(oom.allocated_bytes)} was allocated: the request is {rest} larger than all of it and what is "
+            "free. Make the request smaller, or free the device of what this snapshot does not show, such as other "
+            "processes."
+        ]
     return [
         f"{units.size(oom.allocated_bytes)} was allocated: {how} {units.size(missing_bytes)} less must be."
         f"{tried or ' No allocator setting can serve the request.'} See the owners below."

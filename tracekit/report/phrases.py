@@ -22,6 +22,7 @@ from tracekit.rules.rule import (
 from tracekit.sync import alignment
 
 _MAX_WORD = 60
+_STEP_MARK = "ProfilerStep#"
 LATE_RANK_COLUMNS = ("late_rank", "peer_rank")
 """The columns of evidence that name the rank that another one waits for."""
 _TIMES = ("start_ns", "end_ns", "at_ns", "ready_ns", "launched_ns", "host_start_ns", "host_end_ns")
@@ -147,6 +148,8 @@ def place(finding: Finding) -> str:
     called = str(row["op"]).replace("_", "-") if "op" in row else kernel_names.short(str(row.get("name", "")))
     if late is not None:
         called = f"late for the {called or 'collective'}"
+    elif {"cause", "detail"} <= row.keys() and called:  # a stall, and the innermost slice in which the host is
+        called = "" if called.startswith(_STEP_MARK) else f"in {called}"
     elif "detail" in row and called:  # what the device runs after the idle time that its host is late for
         called = f"before {called}"
     what = [escaping.inert(called, _MAX_WORD)] if called else []

@@ -56,6 +56,11 @@ class SteadyDeviceAllocation(Rule):
     """
 
     code: ClassVar[str] = "MEM001"
+    fix_without_pytorch: ClassVar[str] = (
+        "Allocate before the loop and use the memory again, or allocate from a pool: cudaMallocAsync and "
+        "cudaFreeAsync, with cudaMemPoolAttrReleaseThreshold above the peak; cudaMalloc and cudaFree may wait for "
+        "all work on the device."
+    )
     facts: ClassVar[tuple[TraceFact, ...]] = (
         steady_state.device_calls, steady_state.stalls, workload.marks, *save_stages.FACTS,
     )  # fmt: skip

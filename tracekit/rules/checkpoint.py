@@ -9,6 +9,8 @@ import polars as pl
 from tracekit import conventions
 from tracekit.analysis.checkpoint import save_stages, saves, stalls
 from tracekit.analysis.host import host_stalls
+from tracekit.analysis.parallelism import workload
+from tracekit.analysis.parallelism.workload import Program
 from tracekit.analysis.time import breakdown
 from tracekit.model import intervals, units
 from tracekit.model.run import Run
@@ -66,12 +68,15 @@ class BlockingCheckpoint(Rule):
         save_stages.save_spans,
         breakdown.by_step,
         host_stalls.io_calls,
+        workload.marks,
     )
 
     def blind_spot(self, run: Run) -> str | None:
         """Return why a run without a manifest, a checkpoint log and save spans cannot be judged."""
         if run.manifest or run.table(save_stages.saves).height or run.table(save_stages.save_spans).height:
             return None
+        if workload.program(run) is Program.OTHER:
+            return "saves were not judged, because the recording has no range that is named like a save."
         return (
             "saves were not judged, because the run has no checkpoint log and no span that is named like a save; "
             "record saves with tracekit.capture.record_save."

@@ -54,6 +54,10 @@ class SmallCollectives(Rule):
     """
 
     code: ClassVar[str] = "COMM002"
+    fix_without_pytorch: ClassVar[str] = (
+        "Batch them: one collective on one flat buffer for several arrays, or ncclGroupStart and ncclGroupEnd around"
+        " them."
+    )
     facts: ClassVar[tuple[TraceFact, ...]] = (
         *latency.FACTS, collective_matching.calls, *save_stages.FACTS, workload.strategy_marks,
     )  # fmt: skip
@@ -200,6 +204,7 @@ class ReducedEveryMicroBatch(Rule):
     """
 
     code: ClassVar[str] = "COMM003"
+    fix_without_pytorch: ClassVar[str] = "Add up locally, and reduce once after the last part."
     facts: ClassVar[tuple[TraceFact, ...]] = (
         backward_passes.gradient_reductions,
         *save_stages.FACTS,

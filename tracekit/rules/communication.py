@@ -195,6 +195,10 @@ class ExposedCommunication(Rule):
     """
 
     code: ClassVar[str] = "COMM001"
+    fix_without_pytorch: ClassVar[str] = (
+        "Issue each collective as soon as its input is complete, on a stream of its own, and let independent kernels"
+        " run meanwhile; wait for an event only where the result is used. Send fewer bytes."
+    )
     facts: ClassVar[tuple[TraceFact, ...]] = (
         *save_stages.FACTS,
         exposed_communication.exposed_calls,

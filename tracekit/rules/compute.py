@@ -90,6 +90,7 @@ class MisalignedProducts(AvoidableTime):
     """
 
     code: ClassVar[str] = "COMP001"
+    fix_without_pytorch: ClassVar[str] = "Pad the dimensions such that rows in memory begin at multiples of 16 bytes."
     cause: ClassVar[Cause] = MISALIGNED_PRODUCTS
     claim: ClassVar[str] = "Matrix products have dimensions that are not aligned for tensor cores"
     facts: ClassVar[tuple[TraceFact, ...]] = (product_kernels.misaligned_kernels, *save_stages.FACTS)
@@ -163,6 +164,10 @@ class IdleTensorCores(AvoidableTime):
     """
 
     code: ClassVar[str] = "COMP002"
+    fix_without_pytorch: ClassVar[str] = (
+        "Allow TF32 in the library that launches them (in cuBLAS CUBLAS_TF32_TENSOR_OP_MATH), if factors with 10 "
+        "bits of mantissa are enough, or use 16-bit types. Compare the results before and after."
+    )
     cause: ClassVar[Cause] = IDLE_TENSOR_CORES
     claim: ClassVar[str] = "Matrix products run in 32 bits without tensor cores"
     facts: ClassVar[tuple[TraceFact, ...]] = (product_kernels.without_tensor_cores, workload.marks, *save_stages.FACTS)
@@ -200,6 +205,7 @@ class UnfusedOptimizer(AvoidableTime):
     """
 
     code: ClassVar[str] = "COMP003"
+    fix_without_pytorch: ClassVar[str] = "Update all arrays in one kernel that reads and writes each element once."
     cause: ClassVar[Cause] = UNFUSED_OPTIMIZER
     claim: ClassVar[str] = "The optimizer launches one kernel per operator instead of a fused one"
     facts: ClassVar[tuple[TraceFact, ...]] = (avoidable_time.unfused_optimizer_kernels, *save_stages.FACTS)
@@ -242,6 +248,9 @@ class UnfusedKernels(AvoidableTime):
     """
 
     code: ClassVar[str] = "COMP004"
+    fix_without_pytorch: ClassVar[str] = (
+        "Fuse these kernels into one, so that what they share is read and written once."
+    )
     confidence: ClassVar[float] = 0.6
     cause: ClassVar[Cause] = UNFUSED_KERNELS
     claim: ClassVar[str] = "Elementwise kernels in a row are not fused"
@@ -293,6 +302,9 @@ class PartialWaves(AvoidableTime):
     """
 
     code: ClassVar[str] = "COMP005"
+    fix_without_pytorch: ClassVar[str] = (
+        "Change a size such that the tiles fill their waves, or let the library choose another tile (a newer cuBLAS)."
+    )
     confidence: ClassVar[float] = 0.5
     cause: ClassVar[Cause] = PARTIAL_WAVES
     claim: ClassVar[str] = "The last wave of matrix products leaves most of the device idle"
@@ -320,15 +332,12 @@ _TENSOR_CORES = Advice(
     'Set torch.set_float32_matmul_precision("high"), for convolutions torch.backends.cudnn.allow_tf32 = True, '
     "if factors with 10 bits of mantissa are enough (sums stay in 32 bits), or infer in bfloat16 "
     "(model.to(torch.bfloat16), torch.autocast). Compare the outputs before and after.",
-    "Allow TF32 in the library that launches them (in cuBLAS CUBLAS_TF32_TENSOR_OP_MATH), if factors with 10 bits of "
-    "mantissa are enough, or use 16-bit types. Compare the results before and after.",
 )
 _COMPILE = Advice(
     "torch.compile the model, or the module with these operators: it fuses them into one kernel, forward and backward. "
     "Or use a fused operator (RMSNorm, SwiGLU, a fused loss).",
     "torch.compile the model, or the module with these operators: it fuses them into one kernel. Or use a fused "
     "operator (RMSNorm, SwiGLU).",
-    "Fuse these kernels into one, so that what they share is read and written once.",
 )
 _LEFT_OUT = (
     "Move these operators into the compiled code: TORCH_LOGS=graph_breaks shows where it ends. Or use a fused operator "

@@ -53,6 +53,10 @@ class ContendedCompute(Rule):
     """
 
     code: ClassVar[str] = "STREAM003"
+    fix_without_pytorch: ClassVar[str] = (
+        "Let collectives use fewer multiprocessors (NCCL_MAX_CTAS), or move them to where compute is not limited by "
+        "memory."
+    )
     facts: ClassVar[tuple[TraceFact, ...]] = (
         contention.by_step,
         contention.by_kernel,
@@ -125,6 +129,10 @@ class StarvedCollectives(Rule):
     """
 
     code: ClassVar[str] = "STREAM004"
+    fix_without_pytorch: ClassVar[str] = (
+        "Give the stream of collectives a higher priority (cudaStreamCreateWithPriority), or launch kernels with "
+        "fewer blocks."
+    )
     facts: ClassVar[tuple[TraceFact, ...]] = (
         collective_contention.calls,
         calls,
@@ -193,6 +201,9 @@ class PreparationGap(Rule):
     """
 
     code: ClassVar[str] = "COMM004"
+    fix_without_pytorch: ClassVar[str] = (
+        "Prepare the input of a collective earlier, or on another stream, and in fewer kernels."
+    )
     facts: ClassVar[tuple[TraceFact, ...]] = (
         compute_gap_causes.chains, contention.device_count, workload.strategy_marks, *save_stages.FACTS,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from tracekit.model import environment, schema, units
 from tracekit.model.run import RUN_DATA_QUALITY, Run
 from tracekit.model.trace import TraceFact
 from tracekit.replay.allocator import run_snapshots
-from tracekit.rules.advice import Advice
+from tracekit.rules.advice import Advice, AnyProgramText
 from tracekit.rules.host_phases import judged_phases
 from tracekit.rules.outlier_steps import is_first_use
 from tracekit.rules.rule import Finding, Rule, Severity, distinct
@@ -172,6 +172,7 @@ _KINDS = {
     ),
     "unmarked_steps": _Kind(_INFO, "No action needed, if each of these steps is between the others without a pause."),
     **dict.fromkeys(_STEP_KINDS, _Kind(_INFO, _MARK_STEPS.training)),
+    "steps_from_ranges": _Kind(_INFO, AnyProgramText("If others are the steps, name their range (--step-name NAME).")),
     "iterations_differ": _Kind(_WARNING, "Compare ranks by collectives, not by step. " + _STEP),
     "unlinked": _degrading(
         "Call torch.cuda.synchronize() before the step that starts the recording, as tracekit record does: the host "
@@ -234,6 +235,9 @@ class DoubtfulTrace(Rule):
     """
 
     code: ClassVar[str] = "DATA001"
+    fix_without_pytorch: ClassVar[str] = (
+        "Record again, whole iterations on all ranks: nsys profile --trace cuda,nvtx,osrt."
+    )
     facts: ClassVar[tuple[TraceFact, ...]] = (
         trace_quality.data_quality, environment.versions, trace_quality.recorded_times, breakdown.by_step,
         collective_matching.calls, undecided_kernels.undecided_kernels, *OccasionalStraggler.facts,

@@ -11,7 +11,7 @@ from tracekit.analysis.compute import device_counters
 from tracekit.analysis.compute.excess_time import EXTRA, LARGER, LATE
 from tracekit.analysis.parallelism import device_comparison
 from tracekit.analysis.parallelism.device_comparison import DeviceComparison
-from tracekit.analysis.time import device_stalls
+from tracekit.analysis.time import breakdown, device_stalls
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
@@ -117,6 +117,10 @@ class DeviceStall(Rule):
     """
 
     code: ClassVar[str] = "STREAM005"
+    fix_without_pytorch: ClassVar[str] = (
+        "Record again without other tools that attach to the process, and check for other processes on the device "
+        "(nvidia-smi pmon -c 1); launch fewer kernels: merge small ones, or record them as a CUDA graph."
+    )
     facts: ClassVar[tuple[TraceFact, ...]] = (*device_stalls.FACTS, *save_stages.FACTS)
     min_stall_ratio: float = 0.01
     min_gap_ratio: float = 0.03
@@ -211,6 +215,10 @@ class ClockDrop(Rule):
     """
 
     code: ClassVar[str] = "STEP003"
+    fix_without_pytorch: ClassVar[str] = (
+        "Check clocks, power limit and temperature of the device (nvidia-smi -q -d "
+        "CLOCK,PERFORMANCE,POWER,TEMPERATURE)."
+    )
     facts: ClassVar[tuple[TraceFact, ...]] = (
         device_counters.clock_drops,
         device_counters.work_variation,
@@ -380,7 +388,7 @@ def compare_late_devices(run: Run, ranks: tuple[int, ...], steps: pl.DataFrame, 
     several, message = len(ranks) > 1, ""
     reset = _RESET_DEVICE if errors.uncorrected or errors.is_remap_pending else ""
     if compared is None:
-        fix += reset + ("" if is_explained else _RECORD_CLOCKS)
+        fix += reset + ("" if is_explained or not breakdown.is_on_device(run) else _RECORD_CLOCKS)
     else:
         own, peers = f"{compared.clock_mhz:,.0f} MHz", f"{compared.others_clock_mhz:,.0f} MHz"
         message = f" {'Their GPUs run' if several else 'Its GPU runs'} at {own}"

@@ -17,7 +17,7 @@ from tracekit.model.run import OnTrace, Run, require_run
 from tracekit.model.source import Source
 from tracekit.model.trace import TraceFact
 from tracekit.replay.graph import dependency_graph, representative_ranks
-from tracekit.rules import cost_attribution, device_commands, roles, unreported_causes
+from tracekit.rules import advice, cost_attribution, device_commands, roles, unreported_causes
 from tracekit.rules.registry import all_rules
 from tracekit.rules.rule import (
     TIMED_FAMILIES,
@@ -156,7 +156,7 @@ def check(
     wholes = {rule.code: rule.part_of for rule in selected if rule.part_of}
     parts = _parts(graded.findings, wholes)
     complete = replace(graded, findings=tuple(roles.with_consequences(run, parts)))
-    return device_commands.name_commands(name_iterations(complete))
+    return device_commands.name_commands(advice.suit_to_program(name_iterations(complete), selected))
 
 
 def _parts(findings: Sequence[Finding], wholes: Mapping[str, str]) -> Iterator[Finding]:

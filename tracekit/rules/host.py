@@ -45,13 +45,8 @@ _ACTIVITIES = {
     host_state.LOCK: Advice("waiting for a lock"),
 }
 _LATER_STEPS = "Profile later steps: schedule(wait=…, warmup=2, …), or Recorder(warmup=2)."
-_OTHER_LAUNCHES = (
-    "Shorten what the host does between launches, or launch fewer kernels: CUDA graphs, fused kernels, larger batches."
-)
-_FEWER_LAUNCHES = Advice("Launch fewer kernels: {}.", other=_OTHER_LAUNCHES)
-_LESS_PYTHON = Advice(
-    "Shorten Python between launches (hooks, logging, gc), or launch fewer kernels: {}.", other=_OTHER_LAUNCHES
-)
+_FEWER_LAUNCHES = Advice("Launch fewer kernels: {}.")
+_LESS_PYTHON = Advice("Shorten Python between launches (hooks, logging, gc), or launch fewer kernels: {}.")
 _PLACE = [*DEVICE, "phase", "name", "nth"]
 
 
@@ -74,7 +69,8 @@ class LateLaunch(Rule):
     deviation from it, so that an interruption of one step does not count. In a recording without steps, one pause that
     is more than half of the loss need not recur: it is information. So is a window of one step, or without steps, that
     spends more than half of the loss on first uses (kernels loaded, compiled or tried out, long first launches of a
-    kernel): it is warm-up.
+    kernel): it is warm-up. A recording begins in the first step: there the replay counts, before the first launch, the
+    median of the pauses before those of the other steps, if there are two or more.
 
     How to fix: shorten Python between launches (hooks, logging, metrics, gc.freeze or gc.collect at chosen steps);
     launch fewer and larger kernels: torch.compile, CUDA graphs (mode="reduce-overhead"), fused or foreach optimizers,
@@ -85,6 +81,11 @@ class LateLaunch(Rule):
     """
 
     code: ClassVar[str] = "HOST001"
+    fix_without_pytorch: ClassVar[str] = (
+        "Shorten what the host does between launches, or launch fewer and larger kernels: merge small kernels, "
+        "record the sequence as a CUDA graph (cudaStreamBeginCapture, cudaGraphLaunch), process more elements in "
+        "each launch."
+    )
     facts: ClassVar[tuple[TraceFact, ...]] = (*_FACTS, host_stalls.host_stalls, breakdown.by_step)
     min_late_ratio: float = 0.05
     min_place_ratio: float = 0.03
@@ -201,10 +202,10 @@ class BlockingSync(Rule):
     DeviceSynchronize, a blocking memcpy, aten::item), or contain one. Without the call, the host could have launched
     earlier by the time that it waited: gaps count for at most as long as it has waited in the step; the rest belongs to
     HOST001. So does what one rank pauses for after waits of all ranks, beyond the others, if that is most of its gaps:
-    it makes that rank a straggler (RANK001). Time in which a copy runs belongs to HOST004. FSDP1's rate limiter does
-    not count. On a CPU run: ops that give values to Python, and copies, norms, sums and the like directly before them,
-    unless backward needs their results. Steps that save are left out. The message quotes the median step of the worst
-    device.
+    it makes that rank a straggler (RANK001). Before the first launch of a recording the replay counts what the other
+    steps lose there, in the median. Time in which a copy runs belongs to HOST004. FSDP1's rate limiter does not count.
+    On a CPU run: ops that give values to Python, and copies, norms, sums and the like directly before them, unless
+    backward needs their results. Steps that save are left out. The message quotes the median step of the worst device.
 
     How to fix: keep values on the device and read them every N steps, after the step's launches; copy with
     non_blocking=True into pinned memory and an event; use torch.where instead of an if on a tensor, and clip_grad_norm_
@@ -216,6 +217,11 @@ class BlockingSync(Rule):
     """
 
     code: ClassVar[str] = "HOST002"
+    fix_without_pytorch: ClassVar[str] = (
+        "Copy results asynchronously (cudaMemcpyAsync into memory of cudaHostAlloc), and wait for an event "
+        "(cudaEventSynchronize) only where the host needs them, after the next launches, instead of "
+        "cudaDeviceSynchronize or cudaStreamSynchronize; decide on the device what the host does not have to know."
+    )
     facts: ClassVar[tuple[TraceFact, ...]] = (*_FACTS, launch_delay.device_reads, value_reads.value_reads)
     min_idle_ratio: float = 0.02
     min_read_ratio: float = 0.03
@@ -302,8 +308,6 @@ _READ_LATER = Advice(
     "Keep values on the device and read them (.item(), .cpu()) after the launches of the next iteration, or copy them "
     "with non_blocking=True into pinned memory: sampled tokens for several iterations at once. Use torch.where instead "
     "of an if on a tensor.",
-    "Copy results asynchronously into pinned memory, and wait for an event only where the host needs them, after the "
-    "next launches; decide on the device what the host does not have to know.",
 )
 
 
@@ -333,6 +337,9 @@ class DataStall(Rule):
     """
 
     code: ClassVar[str] = "HOST003"
+    fix_without_pytorch: ClassVar[str] = (
+        "Read input ahead on another thread, into pinned memory (cudaHostAlloc); use faster storage."
+    )
     facts: ClassVar[tuple[TraceFact, ...]] = (*_FACTS, launch_delay.data_waits, host_stalls.io_calls)
     min_stall_ratio: float = 0.05
     min_saved_ratio: float = 0.02

@@ -212,6 +212,10 @@ class Recompilation(_HostPhase):
     """
 
     code: ClassVar[str] = "HOST005"
+    fix_without_pytorch: ClassVar[str] = (
+        "Compile before the first iteration, and keep the compiled code: nvcc -arch for this device, a cache for what "
+        "NVRTC compiles."
+    )
     facts: ClassVar[tuple[TraceFact, ...]] = (*FACTS, launch_delay.host_gaps)
     phase: ClassVar[str] = host_state.COMPILE
     cause: ClassVar[Cause] = COMPILATION

@@ -51,6 +51,10 @@ class OversubscribedHost(Rule):
     """
 
     code: ClassVar[str] = "HOST007"
+    fix_without_pytorch: ClassVar[str] = (
+        "Give the process as many cores as it has busy threads, or start fewer threads (OMP_NUM_THREADS), and bind "
+        "ranks to different cores (numactl, taskset)."
+    )
     facts: ClassVar[tuple[TraceFact, ...]] = (*cpu_contention.FACTS, *save_stages.FACTS)
     min_lost_ratio: float = 0.05
 

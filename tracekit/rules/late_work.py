@@ -11,7 +11,7 @@ from tracekit.analysis.compute.excess_time import EXTRA, KINDS, LARGER, LATE, LO
 from tracekit.analysis.time import host_state
 from tracekit.model import kernel_names, units
 from tracekit.model.run import Run
-from tracekit.rules.advice import Advice
+from tracekit.rules.advice import Advice, DeviceAdvice
 
 _MIN_EXPLAINED = 0.5
 """Share of what the others lose that must be found in the work of the late ranks to name it as the reason."""
@@ -75,7 +75,7 @@ def reason(
     if rows.is_empty():
         return None
     words = {EXTRA: _extra, LARGER: _larger, SLOWER: _slower, LONGER: _longer, LATE: _late}[kind]
-    claim, fix = words(excess, rows, subject)
+    claim, fix = words(run, excess, rows, subject)
     fix = fix or SLOW_HOST.suited_to(run).format(ranks=subject.name[0].lower() + subject.name[1:])
     evidence = _evidence(excess, subject)
     if kind == LARGER:
@@ -152,7 +152,7 @@ def short_name(kernel: str) -> str:
     return name if len(name) <= _MAX_NAME else f"{name[: _MAX_NAME - 1]}…"
 
 
-def _extra(excess: ExcessTime, rows: pl.DataFrame, subject: Subject) -> tuple[str, str]:
+def _extra(run: Run, excess: ExcessTime, rows: pl.DataFrame, subject: Subject) -> tuple[str, str]:  # noqa: ARG001
     kernel, top_ns, _ = _top(rows)
     named = rows.filter(pl.col("kernel").eq_missing(kernel))
     is_most = top_ns >= _MOST * excess.kinds[EXTRA]
@@ -171,7 +171,7 @@ def _extra(excess: ExcessTime, rows: pl.DataFrame, subject: Subject) -> tuple[st
     )
 
 
-def _larger(excess: ExcessTime, rows: pl.DataFrame, subject: Subject) -> tuple[str, str]:
+def _larger(run: Run, excess: ExcessTime, rows: pl.DataFrame, subject: Subject) -> tuple[str, str]:  # noqa: ARG001
     ratio = excess.size_ratio or 1.0
     in_optimizer_ns = int(rows.filter(pl.col("path").fill_null("").str.contains("ptimizer"))["excess_ns"].sum())
     if in_optimizer_ns >= _MOST * int(rows["excess_ns"].sum()):
@@ -184,7 +184,7 @@ def _larger(excess: ExcessTime, rows: pl.DataFrame, subject: Subject) -> tuple[s
     )
 
 
-def _slower(excess: ExcessTime, rows: pl.DataFrame, subject: Subject) -> tuple[str, str]:
+def _slower(run: Run, excess: ExcessTime, rows: pl.DataFrame, subject: Subject) -> tuple[str, str]:
     stalled_ns = int(rows.filter(cause=gap_causes.DEVICE_STALL)["excess_ns"].sum())
     who = subject.name[0].lower() + subject.name[1:]
     if stalled_ns >= _MOST * excess.kinds[SLOWER]:
@@ -192,21 +192,17 @@ def _slower(excess: ExcessTime, rows: pl.DataFrame, subject: Subject) -> tuple[s
         return claim, f"Find what else uses the GPU of {who} (nvidia-smi pmon; time slicing, MIG, another job)."
     if excess.is_uniform:
         claim = f"All kernels of {who} take {excess.slowdown:.2f} times as long as on {subject.others}"
-        return claim, SLOW_KERNELS.format(ranks=who)
+        return claim, SLOW_KERNELS.suited_to(run).format(ranks=who)
     kernel, top_ns, _ = _top(rows)
     if top_ns >= _MOST * excess.kinds[SLOWER]:
         ratio = _time_ratio(rows.filter(pl.col("kernel").eq_missing(kernel)))
         claim = f"{short_name(kernel)} takes {ratio} longer on {who} than on {subject.others}"
     else:
         claim = f"Some kernels of {who} take longer than on {subject.others}"
-    return claim, (
-        f"Compare these kernels on {who} and on {subject.others} (tracekit kernels --by rank): what runs at the same "
-        f"time on its GPU, other data (sparse or masked inputs), clocks; move the work to another node to separate "
-        "hardware from data."
-    )
+    return claim, _DIFFERENT_KERNELS.suited_to(run).format(ranks=who, others=subject.others)
 
 
-def _longer(excess: ExcessTime, rows: pl.DataFrame, subject: Subject) -> tuple[str, str]:
+def _longer(run: Run, excess: ExcessTime, rows: pl.DataFrame, subject: Subject) -> tuple[str, str]:
     kernel, top_ns, _ = _top(rows)
     who = subject.name[0].lower() + subject.name[1:]
     is_most = top_ns >= _MOST * excess.kinds[LONGER]
@@ -214,17 +210,17 @@ def _longer(excess: ExcessTime, rows: pl.DataFrame, subject: Subject) -> tuple[s
     claim = f"{what} {'takes' if is_most else 'take'} longer on {who} than on {subject.others}"
     return claim, (
         "Record the shapes of inputs (record_shapes=True), which separate larger inputs from a slower device. "
-        + SLOW_KERNELS.format(ranks=who)
+        + SLOW_KERNELS.suited_to(run).format(ranks=who)
     )
 
 
-def _late(excess: ExcessTime, rows: pl.DataFrame, subject: Subject) -> tuple[str, str]:  # noqa: ARG001
+def _late(run: Run, excess: ExcessTime, rows: pl.DataFrame, subject: Subject) -> tuple[str, str]:  # noqa: ARG001
     who = subject.name[0].lower() + subject.name[1:]
     by_cause = rows.group_by("cause", "detail").agg(pl.col("excess_ns").sum())
     cause, detail, _ = by_cause.sort("excess_ns", "cause", "detail", descending=[True, False, False]).row(0)
     if cause != gap_causes.HOST:
         claim = f"{subject.has} device is idle for longer than {_that_of(subject)}"
-        return claim, UNKNOWN.format(ranks=who)
+        return claim, UNKNOWN.suited_to(run).format(ranks=who)
     is_launching = detail == host_state.OP or detail not in _HOST_SPENDS_TIME
     longer = "launches kernels late" if is_launching else f"spends longer {_HOST_SPENDS_TIME[detail]}"
     claim = f"{subject.has} host {longer}"
@@ -244,9 +240,19 @@ def _time_ratio(rows: pl.DataFrame) -> str:
     return f"{weighted:.1f} times" if weighted >= 2 else f"{units.share(weighted - 1)}"
 
 
-SLOW_KERNELS = (
+SLOW_KERNELS = DeviceAdvice(
     "Check the devices of {ranks}: GPU clocks and temperature (nvidia-smi -q -d PERFORMANCE), other jobs on the node; "
-    "move the work to another node to separate hardware from data."
+    "move the work to another node to separate hardware from data.",
+    "Check the cores of {ranks}: other processes on them (top), which and how many they are (taskset -p, "
+    "OMP_NUM_THREADS), their frequency (cpupower frequency-info); move the work to another node to separate hardware "
+    "from data.",
+)
+_DIFFERENT_KERNELS = DeviceAdvice(
+    "Compare these kernels on {ranks} and on {others} (tracekit kernels --by rank): what runs at the same time on its "
+    "GPU, other data (sparse or masked inputs), clocks; move the work to another node to separate hardware from data.",
+    "Compare these operators on {ranks} and on {others} (tracekit kernels --by rank): other processes on its cores, "
+    "how many cores it has (taskset -p, OMP_NUM_THREADS), their frequency, other data (sparse inputs, denormal "
+    "numbers); move the work to another node to separate hardware from data.",
 )
 _NODE = "CPU load and frequency, other processes and the binding of CPUs on the node (HOST001, HOST003)."
 SLOW_HOST = Advice(
@@ -264,9 +270,11 @@ FIX_GARBAGE = (
     "Call gc.freeze() after model and data are built and gc.disable(), and gc.collect(1) at one time on all ranks, "
     "every few hundred steps."
 )
-UNKNOWN = (
+UNKNOWN = DeviceAdvice(
     "Check what {ranks} does before its collectives: GPU clocks and temperature, uneven work, a busy host "
-    "(HOST001, HOST003), other jobs on its node; move the rank to another node to separate hardware from data."
+    "(HOST001, HOST003), other jobs on its node; move the rank to another node to separate hardware from data.",
+    "Check what {ranks} does before its collectives: uneven work, a busy host (HOST001, HOST003), other processes on "
+    "its cores; move the rank to another node to separate hardware from data.",
 )
 
 

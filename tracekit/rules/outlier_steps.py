@@ -152,6 +152,10 @@ class OutlierStep(Rule):
     """
 
     code: ClassVar[str] = "STEP001"
+    fix_without_pytorch: ClassVar[str] = (
+        "Check what the host does there, such as input or output, and do it on another thread. Mark it with NVTX "
+        "ranges to see its name."
+    )
     facts: ClassVar[tuple[TraceFact, ...]] = _FACTS
     finding_facts: ClassVar[tuple[TraceFact, ...]] = late_ranks.EXCESS_FACTS
     min_lost_ratio: float = 0.03
@@ -274,6 +278,9 @@ class ColdStart(Rule):
     """
 
     code: ClassVar[str] = "STEP002"
+    fix_without_pytorch: ClassVar[str] = (
+        "Record later iterations (nsys profile --delay, or --capture-range=cudaProfilerApi)."
+    )
     facts: ClassVar[tuple[TraceFact, ...]] = _FACTS
     min_step_ratio: float = 0.1
 

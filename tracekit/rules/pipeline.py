@@ -23,6 +23,7 @@ from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
 from tracekit.rules import late_work, quoted_step
+from tracekit.rules.advice import DeviceAdvice
 from tracekit.rules.late_work import Subject
 from tracekit.rules.rule import Finding, Rule, Severity, distinct, largest_first, median_row
 
@@ -364,16 +365,18 @@ def _slow_steps_ratio(run: Run, balance: Balance, stage: int) -> float:
     return int(slow.sum()) / max(1, len(slow))
 
 
+_SLOW_STAGE = DeviceAdvice(
+    "clocks, nvidia-smi -q -d PERFORMANCE; other jobs", "other processes on its cores; other jobs"
+)
+
+
 def _move(run: Run, balance: Balance, ranks: tuple[int, ...], is_slow: bool) -> str:
     stage = balance.slowest
     whose = (
         f"devices and hosts of ranks {units.ranges(ranks)}" if len(ranks) > 1 else f"device and host of rank {ranks[0]}"
     )
-    check = (
-        f"Check the {whose} (clocks, nvidia-smi -q -d PERFORMANCE; other jobs): the layers there are slower. "
-        if is_slow and balance.layers
-        else ""
-    )
+    signs = _SLOW_STAGE.suited_to(run)
+    check = f"Check the {whose} ({signs}): the layers there are slower. " if is_slow and balance.layers else ""
     if not balance.layers or balance.better_layers == balance.layers:
         share = units.share(1 - 1 / balance.ratio(stage))
         rest = (

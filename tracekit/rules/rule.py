@@ -292,6 +292,8 @@ class Rule(ABC):
     """Code of the rule whose findings contain the time of this rule's: with one, both are one trouble."""
     finding_facts: ClassVar[tuple[TraceFact, ...]] = ()
     """Facts that `check` reads only to explain a finding: too many rows to measure them of all ranks of every run."""
+    fix_without_pytorch: ClassVar[str] = ""
+    """The fix for a program without PyTorch, such as one in CUDA and C++; "" where the rule has none for it."""
 
     @classmethod
     def name(cls) -> str:

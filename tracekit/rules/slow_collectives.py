@@ -27,6 +27,10 @@ _FIX_ON_DEVICE = (
     "Run nccl-tests (all_reduce_perf) between pairs of {ranks}. Check the transport (NCCL_DEBUG=INFO), link errors "
     "(ibstat, perfquery, nvidia-smi nvlink -e) and NCCL_IB_HCA."
 )
+_WITHOUT_PYTORCH = (
+    "Find out why the links are slow: NCCL_DEBUG=INFO shows the transport, nvidia-smi topo -m the links, nccl-tests "
+    "(all_reduce_perf) their speed."
+)
 _FIX_ON_HOST = (
     "Measure the network between the hosts of {ranks} (iperf3). Check the interface (GLOO_SOCKET_IFNAME), "
     "retransmissions (nstat -az TcpRetransSegs) and other processes on the cores of these ranks."
@@ -65,6 +69,7 @@ class SlowLink(Rule):
     """
 
     code: ClassVar[str] = "RANK002"
+    fix_without_pytorch: ClassVar[str] = _WITHOUT_PYTORCH
     facts: ClassVar[tuple[TraceFact, ...]] = (
         *group_bandwidth.FACTS, *save_stages.FACTS, pipeline_actions.pipeline_actions,
     )  # fmt: skip
@@ -256,6 +261,7 @@ class StalledCollective(Rule):
     """
 
     code: ClassVar[str] = "STEP004"
+    fix_without_pytorch: ClassVar[str] = _WITHOUT_PYTORCH
     facts: ClassVar[tuple[TraceFact, ...]] = (*stalled_collectives.FACTS, *outlier_steps.OutlierStep.facts)
     min_lost_ratio: float = 0.03
     min_step_ratio: float = 0.1

@@ -1,14 +1,15 @@
 """Rules on late ranks: a straggler, a late group, ranks that straggle in turn or occasionally."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 import polars as pl
 
 from tracekit.analysis.communication import collective_instances
-from tracekit.analysis.compute.excess_time import EXTRA, LARGER, LATE, ExcessTime
+from tracekit.analysis.compute.excess_time import EXTRA, LARGER, LATE, LONGER, SLOWER, ExcessTime
+from tracekit.analysis.host import cpu_contention
 from tracekit.analysis.parallelism import device_comparison, late_ranks, rank_places, stragglers
 from tracekit.analysis.quality import trace_quality
 from tracekit.analysis.time import breakdown, log_contents
@@ -19,6 +20,7 @@ from tracekit.model.trace import TraceFact
 from tracekit.replay.graph.causes.device_time import STRAGGLER, UNEVEN_WORK
 from tracekit.replay.graph.causes.stalls import OCCASIONAL_STRAGGLER, Removal
 from tracekit.rules import late_work, outlier_steps, quoted_step, recurrence
+from tracekit.rules.advice import DeviceAdvice
 from tracekit.rules.device_slowdowns import compare_late_devices
 from tracekit.rules.further_stragglers import further_stragglers
 from tracekit.rules.late_work import Reason, Subject
@@ -34,6 +36,10 @@ _MIN_LATEST_RATIO = 2 / 3
 _MAX_NAMED = 3
 _FEW_STEPS = 2
 """Steps of which the range is their spread: quartiles of two are interpolated, and one may be four times the other."""
+_WITHOUT_PYTORCH = (
+    "Give each rank the same amount of work, and check the host of the late one: other processes on its cores, input "
+    "and output, clocks and temperature of its device (nvidia-smi -q -d CLOCK,PERFORMANCE,TEMPERATURE)."
+)
 _MOST_BEYOND_WAIT = 2
 """How many times as long as ranks are awaited their calls may take longer: what differs by more is not why they are."""
 _MIN_RECURRING = 3
@@ -90,8 +96,11 @@ class Straggler(Rule):
     """
 
     code: ClassVar[str] = "RANK001"
+    fix_without_pytorch: ClassVar[str] = _WITHOUT_PYTORCH
     facts: ClassVar[tuple[TraceFact, ...]] = (*late_ranks.FACTS, *OverloadedExperts.facts, *device_comparison.FACTS)
-    finding_facts: ClassVar[tuple[TraceFact, ...]] = (*late_ranks.EXCESS_FACTS, log_contents.reading_issues)
+    finding_facts: ClassVar[tuple[TraceFact, ...]] = (
+        *late_ranks.EXCESS_FACTS, log_contents.reading_issues, *cpu_contention.FACTS,
+    )  # fmt: skip
     min_wait_ratio: float = 0.03
     min_steps_ratio: float = 0.75
     max_spread_ratio: float = 0.6
@@ -118,7 +127,7 @@ class Straggler(Rule):
             if rank_places.is_of_stages(run, list(late)) or overloaded.issuperset(late):
                 continue
             worst = self._persistent(run, rank_steps.sort("order"), min_share)
-            if worst is None:
+            if worst is None or _is_late_by_chance(run, late, rank_steps, worst):
                 continue
             parts = [late] if len(late) == 1 else late_ranks.divide_late_group(run, late, worst["late"].select(_STEP))
             yield from (worst | {"late_ranks": part, "group": late} for part in parts)
@@ -292,7 +301,7 @@ def _reason(run: Run, ranks: tuple[int, ...], excess: ExcessTime | None, lost_ns
         evidence = _LAUNCHED_LATE.format(units.share(ratio))
         return Reason(LATE, claim, evidence, late_work.SLOW_HOST.suited_to(run).format(ranks=who))
     claim = f"{subject.name} {subject.verb('arrives', 'arrive')} late at collectives{subject.tail}"
-    return Reason("", claim, "", late_work.UNKNOWN.format(ranks=who))
+    return Reason("", claim, "", late_work.UNKNOWN.suited_to(run).format(ranks=who))
 
 
 @dataclass(frozen=True)
@@ -329,8 +338,9 @@ class UnevenRanks(Rule):
     """
 
     code: ClassVar[str] = "RANK003"
+    fix_without_pytorch: ClassVar[str] = _WITHOUT_PYTORCH
     facts: ClassVar[tuple[TraceFact, ...]] = (*Straggler.facts, *stragglers.FACTS, *outlier_steps.OutlierStep.facts)
-    finding_facts: ClassVar[tuple[TraceFact, ...]] = late_ranks.TURN_FACTS
+    finding_facts: ClassVar[tuple[TraceFact, ...]] = (*late_ranks.TURN_FACTS, *cpu_contention.FACTS)
     min_wait_ratio: float = 0.1
     min_uneven_ratio: float = 0.03
     min_latest_ratio: float = 0.03
@@ -375,7 +385,7 @@ class UnevenRanks(Rule):
         parts = [f"{shares[0]} of the waiting", *shares[1:]] if shares else []
         named = [f"rank {rank} ({part})" for rank, part in zip(most_late, parts, strict=True)]
         late_for = f"most for {', '.join(named)}" if named else "for which ranks is within clock error"
-        suspects = f"ranks {', '.join(map(str, most_late))}" if len(most_late) > 1 else "single ranks"
+        who = f"ranks {', '.join(map(str, most_late))}" if len(most_late) > 1 else "single ranks"
         late_steps = means.filter(pl.col("wait_ratio") > self.min_wait_ratio)
         # In each step the rank that the others wait for most is compared with the others.
         waited = pieces.drop_nulls("peer_rank").group_by(*_STEP, rank="peer_rank").agg(pl.col("dur_ns").sum())
@@ -393,7 +403,7 @@ class UnevenRanks(Rule):
         excess = late_ranks.excess_time(run, last.select(*_STEP, "rank")) if last.height else None
         others = late_work.names(most_late[:1] if latest_rank is None else [latest_rank], run.ranks)
         if latest_rank is None:
-            subject = Subject("The last rank", others, tail=f"; by turns {', '.join(named) or suspects} are last")
+            subject = Subject("The last rank", others, tail=f"; by turns {', '.join(named) or who} are last")
         else:
             waits = "the others wait" if len(run.ranks) > 2 else f"{others} waits"
             subject = Subject(f"Rank {latest_rank}", others, tail=f", and {waits} for it")
@@ -402,22 +412,29 @@ class UnevenRanks(Rule):
         others_wait_ns = round(worst["waited_ns"] / balanced_ratio)
         reason = late_work.reason(run, excess, subject, lost_ns=others_wait_ns, balanced_ratio=balanced_ratio)
         turns = ""
+        # Of all steps: in those in which a rank is the last one, it is slow.
+        suspects = run.ranks if latest_rank is None else (latest_rank,)
+        if (factor := _varying_factor(run, suspects, means.select(_STEP), reason)) is not None:
+            reason, latest_rank = _varying_times(factor, ", and ranks wait for each other"), None
         if reason is None and latest_rank is None:
             reason, turns = _turns_within_steps(run, in_steps, subject, others_wait_ns)
         pauses = _fewest_of_half(run, pieces.join(late_steps.select(_STEP), on=_STEP, how="semi", nulls_equal=True))
         has_other_work = reason is not None and reason.kind in (EXTRA, LARGER)
-        is_by_chance = latest_rank is None and not is_uneven and pauses < _MIN_RECURRING and not has_other_work
+        is_explained = has_other_work or factor is not None
+        is_by_chance = latest_rank is None and not is_uneven and pauses < _MIN_RECURRING and not is_explained
         doubt = ""
         if is_by_chance:
             doubt = f" Half of the waiting is in {units.count(pauses, 'collective')}: single pauses explain it as well."
         claim = f"Ranks wait for each other by turns, {late_for}"
-        what_if = None
+        ranks = distinct(quoted, "rank") if factor is None else tuple(run.ranks)
+        cause = UNEVEN_WORK if is_uneven else None
         if latest_rank is not None:
-            what_if = WhatIf(STRAGGLER, Straggler.min_cost_ratio)
-        elif is_uneven:
-            what_if = WhatIf(UNEVEN_WORK, Straggler.min_cost_ratio)
-        if latest_rank is not None:
-            claim = f"Rank {latest_rank} arrives late at collectives{subject.tail}"
+            claim, ranks = f"Rank {latest_rank} arrives late at collectives{subject.tail}", (latest_rank,)
+            cause = STRAGGLER
+            quoted = _waits_for(latest_rank, pieces.join(late_steps.select(_STEP), on=_STEP, how="semi"), worst)
+            ratio = int(in_steps.filter(rank=latest_rank)["dur_ns"].sum()) / max(1, int(in_steps["dur_ns"].sum()))
+            count = units.count(late_steps.height, "such step")
+            late_for = f"most for rank {latest_rank} ({units.share(ratio)} of the waiting in {count})"
         yield Finding(
             self.code,
             Severity.WARNING,
@@ -425,18 +442,18 @@ class UnevenRanks(Rule):
             f"in {quoted_step.place(worst['step'])}, {late_for}.{turns}{reason.evidence if reason else ''}{doubt}",
             reason.fix
             if reason
-            else f"Check why {suspects} arrive late: uneven work (sequence lengths, experts), or temporary "
+            else f"Check why {who} arrive late: uneven work (sequence lengths, experts), or temporary "
             "host delays (HOST001, HOST003, gc, other jobs on the node).",
             impact=min(1.0, worst["wait_ratio"]),
             cost_ns=worst["waited_ns"],
             confidence=0.4 if is_by_chance else 0.7,
-            ranks=distinct(quoted, "rank") if latest_rank is None else (latest_rank,),
+            ranks=ranks,
             steps=distinct(late_steps, "step"),
             evidence=quoted.head(_EVIDENCE_ROWS).select(
                 "window", "rank", "step", "phase", "unit", "peer_rank", "collective_id", "start_ns", "dur_ns"
             ),
             claim=reason.claim if reason else claim,
-            what_if=what_if,
+            what_if=WhatIf(cause, Straggler.min_cost_ratio) if cause else None,
             is_of_window=worst["step"] is None,
         )
 
@@ -506,6 +523,46 @@ class UnevenRanks(Rule):
             subject="latest",
             is_of_window=bool(rows["step"].is_null().all()),
         )
+
+
+def _waits_for(rank: int, pieces: pl.DataFrame, worst: dict[str, Any]) -> pl.DataFrame:
+    """Pieces of waiting for a rank, those in the quoted step first: there the others may wait for another rank."""
+    of_rank = pieces.filter(pl.col("peer_rank").eq_missing(rank))
+    in_step = quoted_step.is_of(worst, _STEP)
+    return pl.concat(largest_first(of_rank.filter(rows), "dur_ns", "start_ns") for rows in (in_step, ~in_step))
+
+
+def _varying_factor(run: Run, ranks: Sequence[int], steps: pl.DataFrame, reason: Reason | None) -> float | None:
+    """The factor of `cpu_contention.varying_factor` where chance makes each of some ranks late in steps; else None.
+
+    Larger inputs and extra calls are no chance.
+    """
+    if reason is not None and reason.kind not in (SLOWER, LONGER):
+        return None
+    factors = [cpu_contention.varying_factor(run, (rank,), steps) for rank in ranks]
+    known = [factor for factor in factors if factor is not None]
+    return min(known) if known and len(known) == len(factors) else None
+
+
+def _is_late_by_chance(run: Run, ranks: tuple[int, ...], rank_steps: pl.DataFrame, worst: dict[str, Any]) -> bool:
+    """Whether ranks that are late in most steps compute as much as the others, in times that vary on all ranks."""
+    if cpu_contention.varying_factor(run, ranks, rank_steps.select(_STEP).unique()) is None:
+        return False
+    excess = late_ranks.excess_time(run, late_ranks.of_steps(ranks, worst["late"].select(_STEP)))
+    return excess is not None and excess.largest in (SLOWER, LONGER)
+
+
+def _varying_times(factor: float, tail: str) -> Reason:
+    """Ranks that wait for each other because times of equal work vary on all of them: no rank is slow."""
+    return Reason(
+        "",
+        f"Times of equal work vary by a factor of {factor:.1f} on all ranks{tail}",
+        f" On every rank, a tenth of the ops takes {factor:.1f} times as long or longer as the fastest with the same "
+        "inputs, as on cores that are shared by more threads than they can run. No rank is slower than by chance.",
+        "Set OMP_NUM_THREADS to the cores divided by the ranks of the host (torchrun sets 1), bind each rank to cores "
+        "of its own, and see which other processes run there (top). Record with tracekit record: run.json then states "
+        "threads and cores.",
+    )
 
 
 def _turns_within_steps(
@@ -589,9 +646,11 @@ _FIX_WORK = (
     "Find what only {ranks} does in these steps, such as an evaluation, metrics or samples: divide it among the ranks, "
     "do it less often, or let the other ranks train on meanwhile."
 )
-_FIX_SLOW = (
+_FIX_SLOW = DeviceAdvice(
     "Check {ranks} at that time: longer batches or more experts' tokens than on the other ranks, GPU clocks and "
-    "temperature, other processes on its cores."
+    "temperature, other processes on its cores.",
+    "Check {ranks} at that time: longer batches or more experts' tokens than on the other ranks, other processes on "
+    "its cores.",
 )
 
 
@@ -627,6 +686,7 @@ class LateGroup(Straggler):
     """
 
     code: ClassVar[str] = "RANK004"
+    fix_without_pytorch: ClassVar[str] = _WITHOUT_PYTORCH
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding per group of ranks that straggles."""
@@ -660,12 +720,15 @@ class OccasionalStraggler(Rule):
     """
 
     code: ClassVar[str] = "RANK005"
+    fix_without_pytorch: ClassVar[str] = _WITHOUT_PYTORCH
     facts: ClassVar[tuple[TraceFact, ...]] = (
         *stragglers.FACTS,
         *outlier_steps.OutlierStep.facts,
         *OverloadedExperts.facts,
     )
-    finding_facts: ClassVar[tuple[TraceFact, ...]] = (*late_ranks.EXCESS_FACTS, log_contents.reading_issues)
+    finding_facts: ClassVar[tuple[TraceFact, ...]] = (
+        *late_ranks.EXCESS_FACTS, log_contents.reading_issues, *cpu_contention.FACTS,
+    )  # fmt: skip
     min_lost_ratio: float = 0.03
 
     def check(self, run: Run) -> Iterator[Finding]:
@@ -699,6 +762,9 @@ class OccasionalStraggler(Rule):
             in_step += "them" if len(ranks) > 1 else "it"
         subject = Subject(name.capitalize(), others, len(ranks) > 1, in_step)
         reason = _occasional_reason(run, ranks, events, subject)
+        if (factor := _varying_factor(run, ranks, events.select(_STEP), reason)) is not None:
+            tail = f"; {others} wait for {name} in {units.numbers('step', distinct(events, 'step'))}"
+            reason, is_sure = _varying_times(factor, tail), False
         waits = run.table(stragglers.late_calls).filter(pl.col("late_rank") == event["late_rank"])
         in_steps = waits.join(events.select("window", "step"), on=["window", "step"], how="semi")
         return Finding(
@@ -708,7 +774,7 @@ class OccasionalStraggler(Rule):
             f"waiting for {name}{_work(event)}. {recurrence.sentence(events.height, steps)}; it "
             f"takes {units.duration(int(events['lost_ns'].sum()))} in total ({units.share(lost_ratio)} of the time)."
             f"{reason.evidence if reason else ''}",
-            reason.fix if reason else (_FIX_WORK if has_more_ops else _FIX_SLOW).format(ranks=name),
+            reason.fix if reason else (_FIX_WORK if has_more_ops else _FIX_SLOW.suited_to(run)).format(ranks=name),
             impact=min(1.0, lost_ratio),
             cost_ns=int(events["lost_ns"].sum()) // max(1, steps),
             confidence=0.8 if has_more_ops or is_repeated else 0.6,

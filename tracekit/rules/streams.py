@@ -60,6 +60,9 @@ class GiveWay(Rule):
     """
 
     code: ClassVar[str] = "STREAM001"
+    fix_without_pytorch: ClassVar[str] = (
+        "Launch what other streams wait for first, or give its stream a higher priority (cudaStreamCreateWithPriority)."
+    )
     facts: ClassVar[tuple[TraceFact, ...]] = (
         contention.preparation,
         contention.device_count,
@@ -158,6 +161,10 @@ class SerializedStreams(Rule):
     """
 
     code: ClassVar[str] = "STREAM002"
+    fix_without_pytorch: ClassVar[str] = (
+        "Use streams of cudaStreamNonBlocking instead of the default stream, set CUDA_DEVICE_MAX_CONNECTIONS to 8 or"
+        " more, and use separate communicators for collectives that need not wait for each other."
+    )
     facts: ClassVar[tuple[TraceFact, ...]] = (
         queueing.launch_order,
         queueing.delayed_kernels,
@@ -238,15 +245,16 @@ _COMMUNICATOR_FIX = (
 _COPY_RESULTS = Advice(
     "Keep values on the device (metrics, losses, sampled tokens), stack them, and copy them once every N steps with "
     "non_blocking=True into pinned memory.",
-    other="Keep results on the device, and copy several at once, asynchronously into pinned memory.",
+    other="Keep results on the device, and copy several at once with cudaMemcpyAsync into pinned memory "
+    "(cudaHostAlloc), while the next kernels run.",
 )
 _COPY_AHEAD = Advice(
     "Copy one batch ahead on a stream of its own: DataLoader(pin_memory=True) and .to(device, non_blocking=True). "
     "Merge many small tensors into one, or create them on the device.",
     "Copy the next inputs ahead on a stream of its own, from pinned memory with .to(device, non_blocking=True). "
     "Merge many small tensors into one, or create them on the device.",
-    "Copy the next inputs ahead on a stream of its own, asynchronously from pinned memory. Merge small copies "
-    "into one.",
+    "Copy the next inputs ahead on a stream of its own: cudaMemcpyAsync from pinned memory (cudaHostAlloc), and "
+    "cudaStreamWaitEvent before the kernels that read them. Merge small copies into one.",
 )
 _COPY_LESS = {
     launch_delay.PEER: Advice(
@@ -261,7 +269,9 @@ _COPY_LESS = {
     ),
     launch_delay.MANAGED: Advice(
         "Prefetch managed memory before it is needed (cudaMemPrefetchAsync, on a stream of its own), or allocate it on "
-        "the device."
+        "the device.",
+        other="Prefetch managed memory before it is needed (cudaMemPrefetchAsync, on a stream of its own), or allocate "
+        "it on the device.",
     ),
     launch_delay.MEMORY_SET: Advice(
         "Set no memory that is overwritten: torch.empty in place of torch.zeros, zero_grad(set_to_none=True), buffers "
@@ -270,10 +280,12 @@ _COPY_LESS = {
     ),
     launch_delay.UNKNOWN: Advice(
         "Copy ahead on a stream of its own while compute goes on, or keep the data where it is used. The name of the "
-        "copy does not say between which memories it moves data."
+        "copy does not say between which memories it moves data.",
+        other="Copy ahead on another stream while kernels run, or keep the data where it is used.",
     ),
 }
 """Advice on copies that are not between host and device, by direction."""
+_COPIES = {launch_delay.TO_HOST: _COPY_RESULTS, launch_delay.TO_DEVICE: _COPY_AHEAD}
 _SEPARATE = {workload.FSDP2: "FSDPModule.set_separate_reduce_scatter_group, or "}
 _PREPARE_ANY_EARLIER = (
     "Prepare data on the compute stream into pre-allocated flat buffers, and avoid casts, copies and divides directly "
@@ -320,6 +332,10 @@ class ExposedCopy(Rule):
     """
 
     code: ClassVar[str] = "HOST004"
+    fix_without_pytorch: ClassVar[str] = (
+        "Copy with cudaMemcpyAsync between pinned memory (cudaHostAlloc) and the device, on a stream other than that"
+        " of the kernels; merge small copies into one."
+    )
     facts: ClassVar[tuple[TraceFact, ...]] = (launch_delay.exposed_copies, workload.marks, *save_stages.FACTS)
     min_exposed_ratio: float = 0.02
     min_device_ratio: float = 0.03
@@ -348,16 +364,23 @@ class ExposedCopy(Rule):
         pinned = (
             " Pageable memory blocks the host during the copy." if largest["memory"] == launch_delay.PAGEABLE else ""
         )
-        advice = _COPY_RESULTS if largest["direction"] == launch_delay.TO_HOST else _COPY_AHEAD
+        copies = f"({largest['direction']}) by {largest['op'] or 'an unknown op'}"
+        fix, by_direction = _COPIES[largest["direction"]].suited_to(run), ""
+        other = self._other_direction(rows, largest["direction"], loss.row["duration_ns"])
+        if other is not None:
+            direction_ns = dict(rows.group_by("direction").agg(pl.col("exposed_ns").sum()).iter_rows())
+            both = [f"{name}, {units.duration(direction_ns[name])}" for name in (largest["direction"], other)]
+            copies, by_direction = f"({'; '.join(both)})", f" By direction: {'; '.join(both)}."
+            fix = fix + " " + _COPIES[other].suited_to(run)
         return loss.finding(
             self,
             Severity.WARNING,
             f"Copies between host and device are exposed: {loss}, in {_count_text(rows.height)}. "
-            f"{self._describe(largest)}",
-            advice.suited_to(run) + pinned,
+            f"{self._describe(largest)}{by_direction}",
+            fix + pinned,
             confidence=0.8,
             evidence=quoted_step.evidence(exposed, loss.row, "exposed_ns"),
-            claim=f"Copies ({largest['direction']}) by {largest['op'] or 'an unknown op'} are not overlapped",
+            claim=f"Copies {copies} are not overlapped",
         )
 
     def _device_copies(self, run: Run, exposed: pl.DataFrame, loss: quoted_step.StepLoss) -> Finding:
@@ -376,6 +399,13 @@ class ExposedCopy(Rule):
             subject=_NOT_OF_HOST,
             claim=f"{work} by {largest['op'] or 'an unknown op'} are not overlapped",
         )
+
+    def _other_direction(self, rows: pl.DataFrame, direction: str, duration_ns: int) -> str | None:
+        """The direction that is not `direction`, if its copies alone take enough of the step for a finding."""
+        others = rows.filter(pl.col("direction") != direction)
+        if others["exposed_ns"].sum() < self.min_exposed_ratio * duration_ns:
+            return None
+        return str(others["direction"][0])
 
     def _describe(self, largest: dict[str, Any]) -> str:
         """Return a sentence on the op with most of the exposed time: how many copies, how large, how fast, where."""

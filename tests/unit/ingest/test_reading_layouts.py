@@ -191,6 +191,7 @@ NOT_TRACES = {
     b'{"schemaVersion": 1, "deviceProp': "ends before its first event",
     b'{"lr": 0.1}': "no traceEvents array",
     b"[1, 2, 3]": "no traceEvents array",
+    b'{"data": {"traceEvents": []}}': "a traceEvents array within another value",
     b"\x1f\x8b\x08\x00": "gzip file ends early",
     b"\x28\xb5\x2f\xfd\x00": "zstd file",
     b'{"traceEvents": [{"ph": "X", "na': "no complete event",

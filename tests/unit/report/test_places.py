@@ -87,3 +87,10 @@ def test_only_without_ignored_findings_no_single_cause_is_said_to_cost_three_per
 def test_a_cut_file_is_named_before_what_follows_from_it() -> None:
     issues = [Finding("DATA001", Severity.WARNING, "", "", subject=kind) for kind in ("unaligned", "truncated", "x")]
     assert min(issues, key=data_quality.cause_order).subject == "truncated"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("ProfilerStep#11", "rank 1, step 11"), ("sample", "rank 1, step 11: in sample")]
+)
+def test_a_stall_is_in_what_the_host_does_and_before_nothing(name: str, expected: str) -> None:
+    assert place((1,), rank=1, step=11, cause="other", detail="python", name=name) == expected

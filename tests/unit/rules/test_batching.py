@@ -16,6 +16,7 @@ from tracekit.analysis.communication import latency
 from tracekit.analysis.time import backward_passes
 from tracekit.model import schema
 from tracekit.rules.collective_batching import ReducedEveryMicroBatch, SmallCollectives
+from tracekit.rules.communication import ExposedCommunication
 from tracekit.rules.engine import check
 
 CHARACTER_NS = drawn_hosts.UNIT_NS
@@ -102,6 +103,45 @@ def test_equal_buckets_of_a_megabyte_are_not_undersized():
     # At 200 µs they move data at 10 GB/s; at 25 MiB no latency of a link explains a time.
     assert check(buckets(1 << 20), [SmallCollectives()]).findings == ()
     assert check(buckets(25 << 20), [SmallCollectives()]).findings == ()
+
+
+def reductions(compute, comm, phases):
+    """Return two ranks with all-reduces x and y of 2 KiB, each of which takes 50 µs a character."""
+    groups = pl.DataFrame({"group": ["0"], "description": ["default_pg"], "ranks": [[0, 1]]})
+    traces = []
+    for rank in range(2):
+        plain = drawn_hosts.trace(
+            f"step {'0' * len(compute)}\ncompute {compute}\ncomm {comm}",
+            phases=phases,
+            ops=dict.fromkeys("xy", "all_reduce"),
+            rank=rank,
+            groups=groups,
+        )
+        size = pl.lit(2048, pl.Int64)
+        collectives = plain.collectives.with_columns(
+            group=None, group_size=None, dtype=pl.lit("Float"), sent_bytes=size, received_bytes=size
+        )
+        traces.append(replace(plain, collectives=schema.COLLECTIVES.conform(collectives)))
+    return drawn_traces.run(*traces)
+
+
+def test_a_burst_of_equal_small_collectives_shows_their_latency():
+    # Nobody is known to issue them. Of 50 µs, 1 µs is the time of 2 KiB at 2 GB/s; eleven of twelve are saved.
+    compute, comm = "ffff" + "." * 12 + "ffff", "...." + "xy" * 6 + "...."
+    run = reductions(compute, comm, {"f": "forward"})
+    findings = check(run, [SmallCollectives(), ExposedCommunication()]).findings
+    assert [finding.code for finding in findings] == ["COMM002"]  # one price for their time
+    assert findings[0].confidence > 0.5  # measured, not assumed
+    assert findings[0].cost_ns == pytest.approx(11 * CHARACTER_NS, rel=0.05)
+
+
+def test_bursts_of_one_backward_pass_are_merged_across_the_compute_between_them():
+    # Four bursts of four: three in four are saved without merging bursts.
+    compute, comm = "ffff" + "bb...." * 4 + "bb", "...." + "..xyxy" * 4 + ".."
+    run = reductions(compute, comm, {"f": "forward"} | dict.fromkeys("bxy", "backward"))
+    (found,) = check(run, [SmallCollectives()]).findings
+    assert found.evidence.select("count", "joined").rows() == [(16, 1)] * 2
+    assert found.cost_ns == pytest.approx(15 * CHARACTER_NS, rel=0.05)
 
 
 def reductions_after_backward(*, last_forward=False):

@@ -39,6 +39,32 @@ def test_a_copy_to_the_host_gets_a_fix_for_that(wording):
     assert "Pageable" not in found.fix
 
 
+def test_both_directions_are_named_with_their_own_time():
+    picture = """
+        step     0000000000000000000011111111111111111111
+        compute  aaaaaaaa........bbbbcccccccc........dddd
+        copy     ........hhhhhddd............hhhhhddd....
+    """
+    names = {"h": "Memcpy HtoD (Pageable -> Device)", "d": "Memcpy DtoH (Device -> Pageable)"}
+    columns = {letter: {"name": name, "bytes": 1 << 20} for letter, name in names.items()}
+    (found,) = judged(drawn_traces.run(drawn_hosts.trace(picture, columns=columns)))
+    assert found.cost_ns == 8 * drawn_hosts.UNIT_NS
+    assert "host to device, 250 µs; device to host, 150 µs" in found.claim
+    assert "pin_memory=True" in found.fix
+    assert "every N steps" in found.fix
+
+
+def test_a_direction_that_costs_little_is_not_named():
+    picture = f"""
+        step     {"0" * 100}
+        compute  {"a" * 40}{"." * 41}{"b" * 19}
+        copy     {"." * 40}{"h" * 40}d{"." * 19}
+    """
+    columns = {"h": {"name": "Memcpy HtoD (Pinned -> Device)"}, "d": {"name": "Memcpy DtoH (Device -> Pinned)"}}
+    (found,) = judged(drawn_traces.run(drawn_hosts.trace(picture, columns=columns)))
+    assert "device to host" not in found.claim
+
+
 @pytest.mark.parametrize(
     "columns",
     [

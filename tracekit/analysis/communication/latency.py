@@ -162,15 +162,16 @@ def batchable_calls(run: Run) -> pl.DataFrame:
     run's own times show its latency), latency_ns (at most the call's duration), moving_ns (what remains of it in a
     batch: the time of its bytes), joined (how many collectives replace its batch) and is_merged (whether the call is
     one that batching removes); one row per collective of a burst of MIN_COUNT or more, or of a pool that is mostly
-    latency; on hosts (gloo), of a pool only those below a MiB. Latency is that of `by_group`, else assumed; for
-    messages below a MiB in pools, overhead_ns. Batches of a pool are only so large that latency is a fifth of their
-    time, so that they still overlap with compute.
+    latency; on hosts (gloo), of a pool only those below a MiB. Latency is that of `by_group`; without a fit it is
+    overhead_ns for messages below a MiB, else assumed. Batches of a pool are only so large that latency is a fifth of
+    their time, so that they still overlap with compute.
     """
     lines = run.table(by_group).drop("sizes")
     # Where ranks have no trace, waits for them are part of all times.
     is_known = not collective_instances.ranks_without_peers(run)
+    is_burst = pl.col("count") >= MIN_COUNT
     is_undersized = ~pl.col("is_fitted") & (pl.col("bytes") < _LEAST_BUCKET_BYTES)
-    is_undersized &= pl.col("pool").is_not_null() & pl.lit(is_known)
+    is_undersized &= (pl.col("pool").is_not_null() | is_burst) & pl.lit(is_known)
     assumed_ns = pl.when(is_undersized).then(pl.max_horizontal("overhead_ns", pl.lit(_ASSUMED_HOP_NS)))
     hop_ns = pl.coalesce("hop_ns", assumed_ns.otherwise(_ASSUMED_HOP_NS)).fill_nan(_ASSUMED_HOP_NS)
     calls = (
@@ -180,7 +181,6 @@ def batchable_calls(run: Run) -> pl.DataFrame:
         .drop_nulls(["hops", "ring_bytes", "is_fitted"])
         .with_columns(pl.min_horizontal(hop_ns * pl.col("hops"), "dur_ns").alias("latency_ns"))
     )
-    is_burst = pl.col("count") >= MIN_COUNT
     by_pool = ("window", "rank", "device", "pool")
     is_spread = (pl.col("size_ratio") >= _MIN_SIZE_SPREAD) & pl.col("is_fitted")
     is_measured = is_spread | (is_undersized & (pl.col("overhead_ns") > 0))
@@ -193,10 +193,17 @@ def batchable_calls(run: Run) -> pl.DataFrame:
     # Hosts copy and add large messages themselves, at a speed that varies with their load: that is no latency.
     is_small = pl.col("device").is_not_null() | (pl.col("bytes") < _LEAST_BUCKET_BYTES)
     mostly &= is_measured & is_small & pl.col("pool").is_not_null()
+    # A burst that is all of its pool becomes one collective. Several of one pool, like the gradients of the layers of a
+    # backward pass, are merged across the compute between them, as its other collectives are.
+    is_alone = ~mostly | (pl.col("burst").n_unique().over(by_pool) == 1)
     batched = (
         calls.with_columns((pl.col("is_fitted") | is_measured).alias("is_measured"), moving_ns.alias("moving_ns"))
-        .filter(is_burst | mostly)
-        .with_columns(pl.when(is_burst).then("burst").alias("burst"), pl.when(~is_burst).then("pool").alias("pool"))
+        .with_columns((is_burst & is_alone).alias("as_burst"), mostly.alias("as_pool"))
+        .filter(pl.col("as_burst") | pl.col("as_pool"))
+        .with_columns(
+            pl.when("as_burst").then("burst").alias("burst"), pl.when(~pl.col("as_burst")).then("pool").alias("pool")
+        )
+        .drop("as_burst", "as_pool")
         .sort("start_ns")
     )
     # A burst can be one collective; others must stay small enough to overlap with compute.

@@ -1,7 +1,11 @@
 """Ops of a CPU run whose threads lack processors: more threads than cores, or identical ops that are mostly slow."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import polars as pl
 
 from tracekit import conventions
@@ -19,6 +23,12 @@ _MIN_REGULAR_RATIO = 0.3
 """Where other processes interrupt, few calls have most of the excess: 0.02 to 0.16 of it in the median call, over 40
 recordings on a busy host. Where the threads of ops compete, every call has some: 0.43 to 0.85."""
 _MIN_EXCESS_RATIO = 0.3  # caches and frequencies make identical ops differ by less
+_MIN_FACTOR, _QUANTILE = 2.0, 0.9
+"""Times vary where a tenth of the work or more takes twice as long as the fastest identical op. In healthy recordings
+it takes 1.0 to 2.0 times as long, by caches, frequencies and other processes (sample_traces/faults)."""
+_MOST_ERRORS = 3.0
+"""Standard errors up to which chance explains a difference: the rank compared is the latest of several, in one of
+several steps, so that two (one in twenty) are expected."""
 _MIN_WAITING_RATIO = 0.08  # of the step, for which the thread was not scheduled
 
 
@@ -127,6 +137,43 @@ def contended_ops(run: Run) -> pl.DataFrame:
     is_slow = is_stated | (pl.col("excess_ns") >= _MIN_EXCESS_RATIO * pl.col("dur_ns"))
     contended = ranks.filter((is_shared | (is_short & is_regular & is_slow)) & (pl.col("excess_ns") > 0))
     return ops.filter(pl.col("excess_ns") > 0).join(contended, on=of_rank, how="semi", maintain_order="left")
+
+
+def varying_factor(run: Run, ranks: Sequence[int], steps: pl.DataFrame) -> float | None:
+    """Factor by which times of identical ops vary on every rank, where that alone may make `ranks` compute longer.
+
+    The time of all ops of a rank in `steps` (columns window and step) has the variance of identical ops, those of one
+    name and input shapes, over all steps. None where `ranks` take longer than the others by more than chance explains,
+    where times vary little, where `contended_ops` shows why, and where a device computes.
+    """
+    ops = run.table(op_excess).with_columns(fastest_ns=pl.col("dur_ns") - pl.col("excess_ns"))
+    if ops.is_empty() or run.table(contended_ops).height:
+        return None
+    same = ["window", "rank", "name", "fastest_ns"]
+    with_spread = ops.with_columns(variance=pl.col("dur_ns").var().over(same).fill_null(0.0))
+    in_steps = with_spread.join(steps, on=["window", "step"], how="semi", nulls_equal=True)
+    totals = in_steps.group_by("rank").agg(pl.col("dur_ns", "variance").sum())
+    is_late = pl.col("rank").is_in(list(ranks))
+    sides = [totals.filter(is_late), totals.filter(~is_late)]
+    if any(side.is_empty() for side in sides):
+        return None
+    means = [float(side["dur_ns"].sum()) / side.height for side in sides]
+    error_ns = math.sqrt(sum(float(side["variance"].sum()) / side.height**2 for side in sides))
+    # Of the calls by their time on idle cores, as one long op takes longer than many short ones.
+    factors = [
+        _weighted_quantile(
+            (rank_ops["dur_ns"] / rank_ops["fastest_ns"].clip(1)).to_numpy(), rank_ops["fastest_ns"].to_numpy()
+        )
+        for _, rank_ops in ops.group_by("rank")
+    ]
+    factor = min(factors)
+    return factor if factor >= _MIN_FACTOR and means[0] - means[1] <= _MOST_ERRORS * error_ns else None
+
+
+def _weighted_quantile(values: npt.NDArray[np.float64], weights: npt.NDArray[np.int64]) -> float:
+    order = np.argsort(values)
+    until = np.cumsum(weights[order])
+    return float(values[order][np.searchsorted(until, _QUANTILE * until[-1])])
 
 
 def turns(run: Run, stated: Processors) -> pl.DataFrame:

@@ -7,7 +7,7 @@ import polars as pl
 
 from tracekit.analysis.time import trace_columns
 from tracekit.conventions import strategies
-from tracekit.model import schema
+from tracekit.model import environment, kernel_names, schema
 from tracekit.model.fact import trace_fact
 from tracekit.model.manifest import Manifest
 from tracekit.model.run import Run
@@ -39,16 +39,8 @@ _TRAINING = (
     r"native_dropout|bernoulli"
 )
 
-_COMPILED = (
-    r"^triton_(poi|red|per|tem|mm|for|spl)_fused|^triton_(poi|red|per)_|^## Call CompiledFxGraph|^Torch-Compiled"
-)
-_TORCH = (
-    r"^(aten|prims|torch|autograd|c10d|_c10d_functional)::|^nn\.Module: |^ProfilerStep#|^torch/|"
-    r"at::native|at::cuda|c10::|" + _COMPILED
-)
-"""Operators, functions and kernels of PyTorch; with nsys and without `emit_nvtx` only kernels show it."""
-_OF_NSIGHT = "nsight_systems_version"
-"""The key of headers of Nsight Systems, which records any program; other traces are PyTorch's."""
+_ANY_PROGRAM = (environment.RECORDS_ANY_PROGRAM, "nsight_systems_version")
+"""Keys of headers of recorders of any program; other traces are PyTorch's."""
 _GRAPH_LAUNCH = r"^(cuda|hip|cu)GraphLaunch"
 _GPU_LAUNCH = r"^(cuda|hip|cu)([A-Z]\w*)?Launch"
 """Launches by the runtimes that have graphs; those of NPUs and other accelerators have names of their own."""
@@ -70,16 +62,16 @@ def marks(trace: Trace) -> pl.DataFrame:
     """Number of dispatcher ops on the host, and of slices and kernels that only training has.
 
     Columns COLUMNS: also how many slices and kernels are of torch.compile (compiled_kernels) or of PyTorch at all
-    (torch_marks, at least 1 unless Nsight Systems recorded), how many graphs were launched, how many launches CUDA or
-    HIP did, and how many calls are HIP's (AMD) or CANN's (Ascend); one row.
+    (torch_marks, at least 1 unless the recorder records any program), how many graphs were launched, how many launches
+    CUDA or HIP did, and how many calls are HIP's (AMD) or CANN's (Ascend); one row.
     """
     in_phase = int(sum(trace_columns.is_phase(trace, phase).sum() for phase in ("backward", "optimizer")))
     reduced = int((trace.collectives["op"] == "reduce_scatter").sum())
     training, compiled, of_torch = (  # slices and kernels
         int(trace_columns.is_named(trace, pattern).sum() + trace_columns.is_activity_named(trace, pattern).sum())
-        for pattern in (_TRAINING, _COMPILED, _TORCH)
+        for pattern in (_TRAINING, kernel_names.COMPILED, kernel_names.OF_PYTORCH)
     )
-    is_of_pytorch = int(_OF_NSIGHT not in trace.header)
+    is_of_pytorch = int(not any(key in trace.header for key in _ANY_PROGRAM))
     graphs = int(trace_columns.is_named(trace, _GRAPH_LAUNCH).sum())
     hip_calls, cann_calls = (int(trace_columns.is_named(trace, pattern).sum()) for pattern in (_HIP_CALL, _CANN_CALL))
     row = (

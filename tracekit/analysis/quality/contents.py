@@ -4,6 +4,8 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.analysis.memory import snapshot_files
+from tracekit.analysis.parallelism import workload
+from tracekit.analysis.parallelism.workload import Program
 from tracekit.model import environment, schema
 from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.run import Run
@@ -59,7 +61,7 @@ def contents(trace: Trace) -> pl.DataFrame:
     return pl.DataFrame([row], schema=COLUMNS)
 
 
-FACTS: tuple[TraceFact, ...] = (contents,)
+FACTS: tuple[TraceFact, ...] = (contents, workload.marks)
 """The facts that the run tables of this module read."""
 
 _CONSEQUENCES = {
@@ -150,6 +152,13 @@ _LABELS = {
 }  # fmt: skip
 
 
+_WITHOUT_PYTORCH = {
+    "steps": "an NVTX range around each iteration, or --step-name with the name of such a range",
+    "linked": "nsys profile --trace cuda, or rocprofv3 --sys-trace: calls of the runtime as well as kernels",
+}
+"""How to record, in programs without PyTorch, what they can have."""
+
+
 @run_fact
 def missing(run: Run) -> pl.DataFrame:
     """Data that some ranks did not record at all; use ``run.table``.
@@ -157,11 +166,18 @@ def missing(run: Run) -> pl.DataFrame:
     Columns missing, ranks (that lack it), consequence (what remains unknown), how_to_record.
     """
     table = run.table(contents)
-    rows = []
-    for name, (applies, consequence, how_to_record) in _CONSEQUENCES.items():
-        ranks = table.filter(applies, pl.col(name) == 0)["rank"].unique().sort().to_list()
-        if ranks:
-            rows.append((_LABELS[name], ranks, consequence, how_to_record))
+    if workload.program(run) is Program.OTHER:
+        rows = [
+            (_LABELS[name], ranks, _CONSEQUENCES[name][1], how_to_record)
+            for name, how_to_record in _WITHOUT_PYTORCH.items()
+            if (ranks := _ranks_without(table, name))
+        ]
+        return pl.DataFrame(rows, schema=MISSING_COLUMNS, orient="row")
+    rows = [
+        (_LABELS[name], ranks, consequence, how_to_record)
+        for name, (_, consequence, how_to_record) in _CONSEQUENCES.items()
+        if (ranks := _ranks_without(table, name))
+    ]
     with_snapshot = {file.rank for file in snapshot_files.files(run)}
     on_device = table.filter("on_device")["rank"].unique().sort().to_list()
     if lack := [rank for rank in on_device if rank not in with_snapshot]:
@@ -173,3 +189,8 @@ def missing(run: Run) -> pl.DataFrame:
         how_to_record = "torch.distributed initialized before the profiler starts, or tracekit record"
         rows.append(("number of ranks", communicating, consequence, how_to_record))
     return pl.DataFrame(rows, schema=MISSING_COLUMNS, orient="row")
+
+
+def _ranks_without(table: pl.DataFrame, name: str) -> list[int]:
+    """Ranks that recorded none of what column `name` of `contents` counts, although it applies to them."""
+    return table.filter(_CONSEQUENCES[name][0], pl.col(name) == 0)["rank"].unique().sort().to_list()

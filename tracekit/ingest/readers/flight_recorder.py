@@ -37,7 +37,7 @@ class FlightRecorderDumps(Reader):
     """Reads dumps of torch's flight recorder, pickle or JSON: the completed collectives of one rank."""
 
     name = "dump of torch's flight recorder"
-    suffixes = (conventions.HANG_SUFFIX, "_trace_rank_N")
+    suffixes = (conventions.HANG_SUFFIX, "_trace_rank_0")
     contents = "collectives of a rank with durations, if TORCH_NCCL_ENABLE_TIMING=1; of jobs that hang: `tracekit hang`"
     is_log = True
 

@@ -19,7 +19,7 @@ from tracekit.ingest.readers.normalize.columns import ColumnBuilder
 from tracekit.ingest.readers.normalize.events import Args, Event, Slice
 from tracekit.ingest.readers.normalize.trace import build_trace
 from tracekit.ingest.readers.reader import Reader, TraceInfo
-from tracekit.model import schema, units
+from tracekit.model import environment, schema, units
 from tracekit.model.trace import Trace
 
 _MARK = b'"rocprofiler-sdk-tool"'
@@ -61,7 +61,11 @@ class Rocprofv3Results(Reader):
                 f"{path}: these rocprofv3 results have no kernel or copy on a GPU; record them with: rocprofv3 "
                 "--sys-trace --output-format json -- python train.py"
             )
-        header = {"baseTimeNanoseconds": results.base_ns, "deviceProperties": results.devices}
+        header = {
+            "baseTimeNanoseconds": results.base_ns,
+            "deviceProperties": results.devices,
+            environment.RECORDS_ANY_PROGRAM: True,
+        }
         issues = pl.DataFrame(list(results.issues()), schema.DATA_QUALITY.schema, orient="row")
         return build_trace(event_tables.of_columns(builder, header), path, rank=rank, window=window, further=issues)
 

@@ -9,7 +9,7 @@ import polars as pl
 
 from tracekit.analysis.memory import allocations, steady_state, usage
 from tracekit.errors import InputError
-from tracekit.model import schema
+from tracekit.model import schema, units
 from tracekit.model.run import Run
 from tracekit.model.trace import MemorySnapshot, Trace, TraceFact
 from tracekit.replay.allocator import double_buffering, out_of_memory, playback, run_snapshots, snapshot_facts
@@ -105,6 +105,7 @@ def of_snapshot(snapshot: MemorySnapshot, device: int) -> MemoryUsage:
             f"The allocator model differs from the recording at {outcome.address_mismatches:,} of "
             f"{int((history.action == 0).sum()):,} requests."
         )
+    notes += _other_devices(snapshot, device)
     if missing := _missing_facts(snapshot):
         notes.append(f"The snapshot does not state {', '.join(missing)}.")
     return MemoryUsage(
@@ -117,6 +118,23 @@ def of_snapshot(snapshot: MemorySnapshot, device: int) -> MemoryUsage:
         out_of_memory=out_of_memory.of_snapshot(snapshot, history),
         categories=categories_at_peak(snapshot, history, outcome),
     )
+
+
+def _other_devices(snapshot: MemorySnapshot, device: int) -> list[str]:
+    """A sentence on the devices of a snapshot whose memory is not shown, or none."""
+    sums = (
+        snapshot.segments.filter(pl.col("device") != device)
+        .group_by("device")
+        .agg(pl.col("allocated_bytes", "total_bytes").sum())
+        .sort("device")
+    )
+    if sums.is_empty():
+        return []
+    others = "; ".join(
+        f"device {other} has {units.size(allocated)} allocated and {units.size(reserved)} reserved at the snapshot"
+        for other, allocated, reserved in sums.iter_rows()
+    )
+    return [f"These are values of device {device}: {others} (--device shows another one)."]
 
 
 def _missing_facts(snapshot: MemorySnapshot) -> list[str]:

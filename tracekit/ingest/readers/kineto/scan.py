@@ -63,6 +63,11 @@ class Scan:
             yield batch
         if not has_events and (self.damage.truncated or self.damage.lost_bytes):
             raise BadTraceError(f"{self.path}: no complete event, the file is truncated or damaged; record it again")
+        if not has_events and self.damage.header:
+            raise BadTraceError(
+                f"{self.path}: no event, and a traceEvents array within another value, so this is no profiler trace; "
+                "name a trace file or run"
+            )
 
     def redecode_exactly(self) -> list[Event] | None:
         """Return the last batch again with times as text, and use text from now on; None if it already is text."""

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import polars as pl
 
-from tracekit.ingest.readers.normalize import consecutive_numbers
+from tracekit.ingest.readers.normalize import consecutive_numbers, range_steps
 from tracekit.ingest.readers.normalize.event_categories import HOST_KINDS
 from tracekit.ingest.readers.normalize.event_tables import Events
 from tracekit.ingest.readers.normalize.odd_slices import OddValues
@@ -60,12 +60,20 @@ def _damage(events: Events) -> Iterator[Row]:
 
 def _content(events: Events, steps: Steps) -> Iterator[Row]:
     total = max(sum(events.counts.values()), 1)
+    is_other = range_steps.is_without_pytorch(events.names, events.header)
+    unmarked = "No steps are marked" if is_other else "No ProfilerStep marks"
     if steps.from_optimizer:
         message = "No ProfilerStep marks: steps end where the optimizer steps, counted from 0."
         yield "steps_from_optimizer", message, 0.0
+    elif steps.range_name:
+        message = (
+            f"{unmarked}: the {len(steps.step)} ranges '{steps.range_name[:_LONGEST_NAME]}' are the steps, "
+            "counted from 0, because they follow one another and launch nearly all work."
+        )
+        yield "steps_from_ranges", message, 0.0
     elif steps.alike_ratio is not None:
         message = (
-            f"No ProfilerStep marks: {len(steps.step)} iterations were found by repetition, counted from 0, "
+            f"{unmarked}: {len(steps.step)} iterations were found by repetition, counted from 0, "
             f"because {steps.reason}. "
             f"{units.share(steps.alike_ratio)} of the distinct kernels recur in each, and they cover "
             f"{units.share(steps.covered_ratio)} of the main stream's work."
@@ -73,15 +81,13 @@ def _content(events: Events, steps: Steps) -> Iterator[Row]:
         yield "steps_from_repetition", message, 0.0
     elif steps.layers:
         message = (
-            f"No ProfilerStep marks: {steps.layers} repetitions of the work are read as layers of one pass, because "
+            f"{unmarked}: {steps.layers} repetitions of the work are read as layers of one pass, because "
             f"{steps.reason}."
         )
         yield "one_pass", message, 0.0
     elif not len(steps.step):
-        message = (
-            "No ProfilerStep marks, and the work does not repeat: the trace is one window without steps; call "
-            "profiler.step() in every step."
-        )
+        call = "" if is_other else "; call profiler.step() in every step"
+        message = f"{unmarked}, and the work does not repeat: the trace is one window without steps{call}."
         yield "no_steps", message, 0.0
     if steps.between_marks:
         message = (

@@ -45,6 +45,8 @@ class Steps:
     reason: str = ""
     between_marks: tuple[int, ...] = ()
     """Steps without a mark of their own: each is the time between the marks of the steps before and after it."""
+    range_name: str = ""
+    """Name of the ranges that are the steps of a program without PyTorch."""
 
     def at(self, times: Ints) -> Ints:
         """Return the index of the step whose window contains each time; -1 outside all steps."""

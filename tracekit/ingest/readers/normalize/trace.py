@@ -21,6 +21,7 @@ from tracekit.ingest.readers.normalize import (
     odd_times,
     odd_units,
     odd_values,
+    range_steps,
 )
 from tracekit.ingest.readers.normalize import steps as host_steps
 from tracekit.ingest.readers.normalize.event_tables import Events
@@ -88,6 +89,7 @@ def build_trace(
     memory = timed_memory.filter(_IS_PLACED)
     odd.unplaced = len(timed_memory) - len(memory)
     memory = odd_times.within_recording(memory, memory["at_ns"].to_numpy() + base_ns, timed, odd)
+    built, activities = range_steps.with_range_steps(built, activities, events.names, events.header)
     built, activities = iterations.with_iterations(
         built, activities, lanes, memory.with_columns(pl.col("at_ns") + base_ns)
     )

@@ -126,7 +126,11 @@ def _start_ns(report: Database) -> int | None:
 
 def _header(report: Database, process: RankProcess | None) -> dict[str, Any]:
     """The header that Kineto would write: start, devices, versions, rank."""
-    header: dict[str, Any] = {"baseTimeNanoseconds": _start_ns(report) or 0, "deviceProperties": _devices(report)}
+    header: dict[str, Any] = {
+        "baseTimeNanoseconds": _start_ns(report) or 0,
+        "deviceProperties": _devices(report),
+        environment.RECORDS_ANY_PROGRAM: True,
+    }
     for table in ("META_DATA_EXPORT", "EXPORT_META_DATA"):
         for key, value in report.rows(table, ("name", "value")):
             if key == "EXPORT_PRODUCT_VERSION" and isinstance(value, str):

@@ -14,6 +14,8 @@ from tracekit.replay.graph.dependency_graph import RELEASE, Graph, InsufficientD
 from tracekit.replay.graph.nodes import GAP_COLUMNS, HOST, WORK
 
 _SHORT_RATIO = 0.1
+_MIN_OTHERS = 2
+"""Other steps of which a median is usual."""
 _SPLIT_RATIO = 0.5
 """A call is in the middle of a pause if the host pauses before it for this share of the usual pause after a call."""
 
@@ -24,7 +26,7 @@ def late_launch(graph: Graph) -> Graph:
         pauses_ns = _recurring(graph, gap_ns(graph, host_state.PYTHON))
         return with_shorter_gaps(graph, pauses_ns, before_window=True)
     late_ns = gap_ns(graph, host_state.PYTHON, host_state.OP, host_state.LAUNCH, host_state.LOCK)
-    return with_zero_time(with_shorter_gaps(graph, late_ns), in_state(graph, host_state.LAUNCH))
+    return with_zero_time(_with_leading_pause(graph, late_ns), in_state(graph, host_state.LAUNCH))
 
 
 def rate_limiter(graph: Graph) -> Graph:
@@ -66,6 +68,32 @@ def _without_phase(graph: Graph, state: str) -> Graph:
     return with_shorter_gaps(graph, counted_ns, before_window=True)
 
 
+def _with_leading_pause(graph: Graph, by_ns: Ints) -> Graph:
+    """Graph with shorter gaps, also before the first call of a window by what other steps lose before theirs.
+
+    What the host does before the first call of the first step is not known, for the recording begins in it. If the
+    other steps lose time before their first calls, it loses their median, at most its gap; that counts by the share of
+    the time that the others cost, for nothing is queued when a recording begins.
+    """
+    shorter = with_shorter_gaps(graph, by_ns)
+    calls = graph.frame.select("at", "rank", "step", "start_ns", "what", pl.Series("by_ns", by_ns)).filter(
+        pl.col("what") == HOST, pl.col("step").is_not_null()
+    )
+    first_calls = calls.sort("start_ns", "at").unique(["rank", "step"], keep="first", maintain_order=True)
+    is_begin = pl.col("at").is_in(np.flatnonzero(_begin_window(graph)).tolist())
+    others = first_calls.filter(~is_begin).group_by("rank").agg(pl.len(), pl.col("by_ns").quantile(0.5, "lower"))
+    begins = first_calls.filter(is_begin).drop("by_ns").join(others.filter(pl.col("len") >= _MIN_OTHERS), on="rank")
+    if not begins["by_ns"].sum():
+        return shorter
+    at = begins["at"].to_numpy()
+    host_ns = gap_ns(graph, host_state.PYTHON, host_state.OP, host_state.LAUNCH, host_state.LOCK)[at]
+    leading_ns = np.zeros(graph.count, np.int64)
+    leading_ns[at] = np.minimum(begins["by_ns"].to_numpy(), host_ns)
+    share = _saved_share(graph, shorter, np.where(leading_ns > 0, 0, by_ns))
+    counted_ns = np.where(leading_ns > 0, np.round(share * leading_ns), by_ns).astype(np.int64)
+    return with_shorter_gaps(graph, counted_ns, before_window=True)
+
+
 def _begin_window(graph: Graph) -> Flags:
     """Mark the nodes that begin with the window."""
     released = graph.edges.waiting[graph.edges.kind == RELEASE]
@@ -101,7 +129,7 @@ def checkpoint(graph: Graph) -> Graph:
 LATE_LAUNCH = Cause(
     name="late-launch",
     loss="late launches by the host",
-    codes=("HOST001",), kind=Kind.HOST, transform=late_launch, pricing=Pricing.CONSEQUENCE,
+    codes=("HOST001",), kind=Kind.HOST, transform=late_launch, pricing=Pricing.CONSEQUENCE, is_before_window=True,
     summary="the host takes no time between calls and in launches",
     basis="host time between recorded calls, without data loading, saves, allocator calls and waits",
     removed_stalls=(
@@ -227,7 +255,7 @@ def blocking_sync(graph: Graph) -> Graph:
     if not graph.on_device:
         raise InsufficientDataError("no device activity was recorded, so what the host waits for is not known")
     blocking = _blocking_calls(graph)
-    return without_waits(with_shorter_gaps(graph, _pauses_after(graph, blocking)), blocking)
+    return without_waits(_with_leading_pause(graph, _pauses_after(graph, blocking)), blocking)
 
 
 def _without_state(graph: Graph, state: str) -> Graph:
@@ -281,7 +309,7 @@ BLOCKING_SYNC = Cause(
     name="blocking-sync",
     loss="waits of the host for the device",
     codes=("HOST002",), kind=Kind.HOST, transform=blocking_sync, pricing=Pricing.SOURCE,
-    idle_part=late_ranks.SYNCHRONIZE, is_hidden_elsewhere=True,
+    idle_part=late_ranks.SYNCHRONIZE, is_before_window=True, is_hidden_elsewhere=True,
     is_attainable=True,
     summary="the host never waits for the device in a call that leaves it idle",
     basis="synchronizing calls after which the device is idle, except those of saves and the allocator, and the host's "
