@@ -4,8 +4,11 @@ import functools
 import itertools
 import json
 import os
+import signal
 import stat
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import polars as pl
@@ -202,3 +205,34 @@ def test_wrong_executor_options_end_with_one_line():
     done = tracekit("summary", ROOT / "sample_traces" / "demo-yafsdp", "--cluster", "local:2")
     assert done.returncode == 2
     assert "a cluster needs --executor dask" in only_line(done)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_workers_end_with_the_process_that_started_them(number):
+    """A killed server cannot stop its workers, which wait for tasks."""
+    program = (
+        "import multiprocessing, os, time\n"
+        "from concurrent.futures import ProcessPoolExecutor\n"
+        "from tracekit.executors import worker_start\n"
+        "context = multiprocessing.get_context('spawn')\n"
+        "pool = ProcessPoolExecutor(1, mp_context=context, initializer=worker_start.prepare, initargs=(1,))\n"
+        "print(pool.submit(os.getpid).result(), flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT) as parent:
+        worker = int(parent.stdout.readline())
+        assert is_running(worker)
+        parent.send_signal(number)
+    deadline = time.monotonic() + 120
+    while is_running(worker):
+        assert time.monotonic() < deadline, "the worker goes on"
+        time.sleep(0.05)
+
+
+def is_running(process_id):
+    """Whether a process exists and has not ended, even if nobody asked for its exit code."""
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
