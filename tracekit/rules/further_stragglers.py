@@ -30,16 +30,15 @@ def further_stragglers(
 
     Whoever arrives last hides how late the others are. `candidates` returns the late ranks of a run as
     `Straggler.persistent` does; those count whose own work takes longer than that of other ranks, by
-    `min_excess_ratio` of the step and half of what the others lose. Adds `rest`, the run without the stragglers before,
-    and `stragglers_before`.
+    `min_excess_ratio` of the step and half of what the others lose. Adds `stragglers_before`.
     """
     before = tuple(sorted({rank for straggler in stragglers for rank in straggler["group"]}))
     for _ in range(_MOST_STRAGGLERS):
-        rest = _without_ranks(run, before)
+        rest = without_ranks(run, before)
         if len(run.ranks) > _MOST_RANKS or len(rest.ranks) < 2:
             return
         late = [
-            candidate | {"rest": rest, "stragglers_before": before}
+            candidate | {"stragglers_before": before}
             for candidate in candidates(rest)
             if _is_explained(run, candidate, before, min_excess_ratio)
         ]
@@ -50,9 +49,14 @@ def further_stragglers(
         before = tuple(sorted({*before, *costliest["late_ranks"]}))
 
 
+def without_ranks(run: Run, ranks: tuple[int, ...]) -> Run:
+    """The run without some ranks."""
+    return _others(run, ranks) if ranks else run  # a cached result that is the run itself would keep it forever
+
+
 @memoize
-def _without_ranks(run: Run, ranks: tuple[int, ...]) -> Run:
-    return run.of_ranks([rank for rank in run.ranks if rank not in ranks]) if ranks else run
+def _others(run: Run, ranks: tuple[int, ...]) -> Run:
+    return run.of_ranks([rank for rank in run.ranks if rank not in ranks])
 
 
 def _is_explained(run: Run, candidate: dict[str, Any], before: tuple[int, ...], min_excess_ratio: float) -> bool:

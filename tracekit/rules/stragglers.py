@@ -22,7 +22,7 @@ from tracekit.replay.graph.causes.stalls import OCCASIONAL_STRAGGLER, Removal
 from tracekit.rules import late_work, outlier_steps, quoted_step, recurrence
 from tracekit.rules.advice import DeviceAdvice
 from tracekit.rules.device_slowdowns import compare_late_devices
-from tracekit.rules.further_stragglers import further_stragglers
+from tracekit.rules.further_stragglers import further_stragglers, without_ranks
 from tracekit.rules.late_work import Reason, Subject
 from tracekit.rules.model_parallel import OverloadedExperts, overloaded_ranks
 from tracekit.rules.quoted_step import describe_loss
@@ -161,7 +161,7 @@ class Straggler(Rule):
         is_of_window, is_in_parts = worst["step"] is None, "since" not in worst
         ranks = tuple(worst["late_ranks"])
         stragglers_before: tuple[int, ...] = worst.get("stragglers_before", ())
-        late_calls = worst.get("rest", run).table(stragglers.late_calls)
+        late_calls = without_ranks(run, worst.get("stragglers_before", ())).table(stragglers.late_calls)
         waits = late_calls.filter(pl.col("late_rank") == worst["late_rank"])
         if worst["late_rank"] not in ranks:  # the calls name the first of the group, with which this rank is late
             waits = waits.with_columns(late_rank=pl.lit(ranks[0], waits.schema["late_rank"]))
@@ -170,7 +170,7 @@ class Straggler(Rule):
         several = len(ranks) > 1
         name = units.numbers("rank", ranks)
         place = rank_places.shared_place(run, ranks) if several else None
-        is_latest = "rest" in worst or worst["group"] == late_ranks.latest(run)
+        is_latest = "stragglers_before" in worst or worst["group"] == late_ranks.latest(run)
         late_steps = late.select(_STEP)
         named = name.capitalize() if place is None else f"{place[0].upper()}{place[1:]} ({name})"
         others = late_work.names(ranks, run.ranks)

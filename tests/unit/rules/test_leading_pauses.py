@@ -14,11 +14,19 @@ from tracekit.rules.host import LateLaunch
 STEPS, KERNELS, KERNEL_US, LAUNCH_US = 5, 25, 100, 10
 
 
-def gpu_run(folder, pause_us, *, syncs=True):
-    """Return a run of five steps in which the host pauses, launches kernels, and waits for the device or not."""
+def gpu_run(folder, pause_us, *, syncs=True, copies=False):
+    """Return a run of five steps in which the host pauses, launches kernels, and waits for the device or not.
+
+    With `copies`, it copies a batch to the device before it pauses.
+    """
     events, host_us, device_us, number = [], 0.0, 0.0, 0
     for step in range(STEPS):
         began_us = host_us
+        if copies:
+            number += 1
+            events.append(slice_("cuda_runtime", "cudaMemcpyAsync", host_us, 5, tid=1, correlation=number))
+            where = {"device": 0, "stream": 8, "correlation": number, "bytes": 4096}
+            events.append(slice_("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", host_us + 6, 5, tid=8, **where))
         host_us += pause_us(step)
         for _ in range(KERNELS):
             number += 1
@@ -61,3 +69,9 @@ def test_a_pause_before_the_first_step_alone_is_that_of_starting_the_profiler(tm
 def test_a_pause_that_queued_work_hides_in_the_other_steps_does_not_count(tmp_path):
     saving = savings.saving(gpu_run(tmp_path, lambda _: 1500, syncs=False), LATE_LAUNCH.name)
     assert saving.saved_ns < 200_000
+
+
+def test_a_pause_after_the_first_copy_counts_as_far_as_the_other_steps_lose_it(tmp_path):
+    """Work that is queued hides it there: the first step alone waits for its kernels."""
+    saving = savings.saving(gpu_run(tmp_path, lambda _: 1500, syncs=False, copies=True), LATE_LAUNCH.name)
+    assert saving.saved_ns < 100_000

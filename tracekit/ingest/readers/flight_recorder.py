@@ -104,7 +104,7 @@ def _timed_calls(dump: RankDump, path: str) -> list[Call]:
     calls = [call for call in dump.calls if call.duration_ns is not None and call.created_ns and not call.is_pending]
     if not calls:
         raise BadTraceError(
-            f"{path}: this dump of torch's flight recorder states no duration of a collective: set "
+            f"{path}: this is a dump of torch's flight recorder without durations of collectives: set "
             "TORCH_NCCL_ENABLE_TIMING=1 in the job (NCCL only); whether it hangs, and where, says: tracekit hang FOLDER"
         )
     return sorted(calls, key=lambda call: call.created_ns or 0)

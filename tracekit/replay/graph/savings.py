@@ -87,13 +87,29 @@ class _Steps:
         begin_ns = played.start_ns[self.first_node]
         if unchanged is not None:
             begin_ns = np.where(self.is_first, unchanged.start_ns[self.first_node], begin_ns)
-        # One place more, for steps without work.
-        work_end_ns = np.full(self.number.max(initial=-1) + 2, np.iinfo(np.int64).min)
-        np.maximum.at(work_end_ns, self.number, played.end_ns[done[self.work]])
-        end_ns = np.where(self.is_followed, np.roll(begin_ns, -1), work_end_ns[self.work_number])
+        end_ns = np.where(self.is_followed, np.roll(begin_ns, -1), self._work_end_ns(done, played))
         replayed_ns = pl.Series("replayed_ns", end_ns - begin_ns, pl.Int64)
         has_no_end = ~self.is_followed & (self.work_number < 0)
         return replayed_ns.set(pl.Series(has_no_end), None) if has_no_end.any() else replayed_ns
+
+    def usual_lost_before_ns(self, done: Ints, changed: Replay, graph: Graph) -> pl.Series:
+        """What `changed` saves between the work of two steps, the median of a rank and device; 0 where none follow."""
+        pauses_ns = []
+        for played, played_done in ((graph.replay, graph.done), (changed, done)):
+            pause_ns = played.start_ns[self.first_node] - np.roll(self._work_end_ns(played_done, played), 1)
+            pauses_ns.append(np.maximum(pause_ns, 0))
+        is_between = ~self.is_first & (np.roll(self.work_number, 1) >= 0)
+        lost_ns = pl.Series("lost_ns", np.maximum(pauses_ns[0] - pauses_ns[1], 0), pl.Int64)
+        rows = self.frame.select("rank", "device", lost_ns.set(pl.Series(~is_between), None))
+        usual_ns = pl.col("lost_ns").quantile(0.5, "lower").over("rank", "device")
+        return rows.select(usual_ns.fill_null(0).cast(pl.Int64)).to_series()
+
+    def _work_end_ns(self, done: Ints, played: Replay) -> Ints:
+        """End of the work of each step; the smallest integer for steps without work."""
+        # One place more, for steps without work.
+        end_ns = np.full(self.number.max(initial=-1) + 2, np.iinfo(np.int64).min)
+        np.maximum.at(end_ns, self.number, played.end_ns[done[self.work]])
+        return end_ns[self.work_number]
 
 
 @memoize
@@ -311,16 +327,21 @@ def _unchanged_steps(run: Run) -> _ReplayedSteps:
 def _changed_steps(run: Run, removals: Iterable[Removal], played: Iterable[_Played]) -> _ReplayedSteps:
     """Steps in replays of the changed graphs of a run."""
     without_ns, before_ns = [], []
-    is_before_window = any(removal.cause.is_before_window for removal in removals)
+    before_window = [removal.cause for removal in removals if removal.cause.is_before_window]
+    counts_all = not all(cause.is_usual_before_window for cause in before_window)
     for graph, changed, then in played:
         # Transforms change no step and no kind of work: those of the unchanged graph are found once.
         after_ns = _steps(graph).replayed_ns(changed.done, then)
         without_ns.append(after_ns)
         # On a CPU run, what the host does before the first op of a window is part of the first step.
-        from_before = not graph.on_device or is_before_window
+        from_before = not graph.on_device or bool(before_window)
         # How much sooner the first step begins than in the unchanged replay.
         sooner_ns = _steps(graph).replayed_ns(changed.done, then, unchanged=graph.replay) if from_before else after_ns
-        before_ns.append(after_ns - sooner_ns)
+        step_before_ns = after_ns - sooner_ns
+        if graph.on_device and not counts_all:
+            usual_ns = _steps(graph).usual_lost_before_ns(changed.done, then, graph)
+            step_before_ns = pl.select(pl.min_horizontal(step_before_ns, usual_ns)).to_series()
+        before_ns.append(step_before_ns)
     before = replayed_steps(run)
     table = _with_savings(before, pl.concat(without_ns), pl.concat(before_ns))
     total_ns = _step_groups(run).total_ns

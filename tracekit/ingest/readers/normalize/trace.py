@@ -131,7 +131,7 @@ def build_trace(
 
 def _lost_steps(events: Events, slices: pl.DataFrame) -> Ints:
     """Numbers of the profiler's steps whose marks are in the file, but not among the slices that are used."""
-    numbers_of_names = events.names.str.extract(r"^ProfilerStep#(\d{1,15})$").cast(pl.Int64)
+    numbers_of_names = events.names.str.extract(r"^ProfilerStep#([0-9]{1,15})$").cast(pl.Int64)
     if len(slices) == len(events.host) or not numbers_of_names.count():
         return np.empty(0, np.int64)
     stated, marked = (numbers_of_names.gather(frame["name"]).drop_nulls() for frame in (events.host, slices))

@@ -74,6 +74,9 @@ class Cause:
     """The part of the idle time of late ranks (`late_ranks.PARTS`) that it explains."""
     is_before_window: bool = False
     """Whether it saves time before the first work of a window, too: the first batch is loaded there."""
+    is_usual_before_window: bool = False
+    """Whether that counts only up to what the other steps save before their first work, in the median: the host may
+    also start the profiler there."""
     is_transfer_time: bool = False
     """Whether it contains the excess of collectives that stalled once."""
     is_hidden_elsewhere: bool = False

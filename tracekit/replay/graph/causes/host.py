@@ -72,14 +72,19 @@ def _with_leading_pause(graph: Graph, by_ns: Ints) -> Graph:
     """Graph with shorter gaps, also before the first call of a window by what other steps lose before theirs.
 
     What the host does before the first call of the first step is not known, for the recording begins in it. If the
-    other steps lose time before their first calls, it loses their median, at most its gap; that counts by the share of
-    the time that the others cost, for nothing is queued when a recording begins.
+    other steps lose time before their first calls, for which the device is idle before their first work, it loses their
+    median, at most its gap; that counts by the share of the time that the others cost, for nothing is queued when a
+    recording begins.
     """
     shorter = with_shorter_gaps(graph, by_ns)
     calls = graph.frame.select("at", "rank", "step", "start_ns", "what", pl.Series("by_ns", by_ns)).filter(
         pl.col("what") == HOST, pl.col("step").is_not_null()
     )
     first_calls = calls.sort("start_ns", "at").unique(["rank", "step"], keep="first", maintain_order=True)
+    lost_ns = pl.min_horizontal("by_ns", pl.col("idle_ns").fill_null(0))
+    first_calls = first_calls.join(_idle_before_steps(graph), on=["rank", "step"], how="left").with_columns(
+        by_ns=lost_ns
+    )
     is_begin = pl.col("at").is_in(np.flatnonzero(_begin_window(graph)).tolist())
     others = first_calls.filter(~is_begin).group_by("rank").agg(pl.len(), pl.col("by_ns").quantile(0.5, "lower"))
     begins = first_calls.filter(is_begin).drop("by_ns").join(others.filter(pl.col("len") >= _MIN_OTHERS), on="rank")
@@ -89,9 +94,20 @@ def _with_leading_pause(graph: Graph, by_ns: Ints) -> Graph:
     host_ns = gap_ns(graph, host_state.PYTHON, host_state.OP, host_state.LAUNCH, host_state.LOCK)[at]
     leading_ns = np.zeros(graph.count, np.int64)
     leading_ns[at] = np.minimum(begins["by_ns"].to_numpy(), host_ns)
-    share = _saved_share(graph, shorter, np.where(leading_ns > 0, 0, by_ns))
-    counted_ns = np.where(leading_ns > 0, np.round(share * leading_ns), by_ns).astype(np.int64)
-    return with_shorter_gaps(graph, counted_ns, before_window=True)
+    others_ns = np.where(leading_ns > 0, 0, by_ns)
+    share = _saved_share(graph, shorter, others_ns)
+    # Calls of other threads begin with the window, too: what they wait for is in it.
+    counted_ns = np.round(share * leading_ns).astype(np.int64)
+    return with_shorter_gaps(with_shorter_gaps(graph, others_ns), counted_ns, before_window=True)
+
+
+def _idle_before_steps(graph: Graph) -> pl.DataFrame:
+    """Time for which a rank's devices are idle before the first work of a step: columns rank, step, idle_ns."""
+    work = graph.frame.select("rank", "step", "start_ns", "end_ns", "what").filter(pl.col("what") == WORK)
+    busy_until_ns = pl.col("end_ns").cum_max().shift(1).over("rank")
+    idle_ns = (pl.col("start_ns") - busy_until_ns).clip(0)
+    ordered = work.sort("start_ns").with_columns(idle_ns=idle_ns)
+    return ordered.unique(["rank", "step"], keep="first", maintain_order=True).select("rank", "step", "idle_ns")
 
 
 def _begin_window(graph: Graph) -> Flags:
@@ -130,6 +146,7 @@ LATE_LAUNCH = Cause(
     name="late-launch",
     loss="late launches by the host",
     codes=("HOST001",), kind=Kind.HOST, transform=late_launch, pricing=Pricing.CONSEQUENCE, is_before_window=True,
+    is_usual_before_window=True,
     summary="the host takes no time between calls and in launches",
     basis="host time between recorded calls, without data loading, saves, allocator calls and waits",
     removed_stalls=(
@@ -309,7 +326,7 @@ BLOCKING_SYNC = Cause(
     name="blocking-sync",
     loss="waits of the host for the device",
     codes=("HOST002",), kind=Kind.HOST, transform=blocking_sync, pricing=Pricing.SOURCE,
-    idle_part=late_ranks.SYNCHRONIZE, is_before_window=True, is_hidden_elsewhere=True,
+    idle_part=late_ranks.SYNCHRONIZE, is_before_window=True, is_usual_before_window=True, is_hidden_elsewhere=True,
     is_attainable=True,
     summary="the host never waits for the device in a call that leaves it idle",
     basis="synchronizing calls after which the device is idle, except those of saves and the allocator, and the host's "
