@@ -21,6 +21,7 @@ def trace(
     ops: Mapping[str, str] | None = None,
     phases: Mapping[str, str] | None = None,
     prepares: str = "p",
+    sent_bytes: int = 1024,
     **more: object,
 ) -> Trace:
     """Return a drawn trace whose activities were launched at `launched` (by name: in characters; else as they start).
@@ -46,7 +47,7 @@ def trace(
     host = schema.OPS.conform(pl.DataFrame(calls + slices).with_columns(lane=pl.lit(HOST_LANE)))
     communicates = plain.activities.filter(pl.col("kind") == "communication")
     known = [
-        {"activity_id": row["id"], "op": (ops or {}).get(row["name"], "all_gather"), "sent_bytes": 1024}
+        {"activity_id": row["id"], "op": (ops or {}).get(row["name"], "all_gather"), "sent_bytes": sent_bytes}
         for row in communicates.iter_rows(named=True)
     ]
     collectives = pl.DataFrame(known) if known else pl.DataFrame(schema={"activity_id": pl.Int64})

@@ -317,7 +317,7 @@ def overlap_run(compute: str, communication: str) -> Run:
     return drawn_traces.run(drawn_hosts.trace(picture, {"a": 0, "b": 0}))
 
 
-def straggler_run(*tardy: int, turns: bool = False) -> Run:
+def straggler_run(*tardy: int, turns: bool = False, sent_bytes: int = 1024) -> Run:
     """Return ranks with four all-reduces in each of three steps; `tardy` is by how much each rank is late.
 
     With `turns`, another rank is late at each all-reduce.
@@ -330,7 +330,8 @@ def straggler_run(*tardy: int, turns: bool = False) -> Run:
         compute = "".join("a" * (2 + after) + "." * (6 - after) for after in late_by)
         calls = "".join("." * (2 + after) + "y" * (5 - after) + "." for after in late_by)
         picture = f"step {steps}\ncompute {compute}\ncomm {calls}"
-        traces.append(drawn_hosts.trace(picture, {"a": 0}, rank=rank, groups=groups, ops={"y": "all_reduce"}))
+        more = {"groups": groups, "ops": {"y": "all_reduce"}, "sent_bytes": sent_bytes}
+        traces.append(drawn_hosts.trace(picture, {"a": 0}, rank=rank, **more))
     return drawn_traces.run(*traces)
 
 

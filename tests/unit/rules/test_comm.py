@@ -67,6 +67,9 @@ SAVING = """
 """
 
 
+LARGE = 64 << 20
+
+
 def save_span(start: int, end: int) -> pl.DataFrame:
     return rule_examples.ops(("tracekit::checkpoint", "annotation", start, end), step=1)
 
@@ -94,15 +97,17 @@ def test_a_run_that_saves_in_every_step_is_a_blind_spot(wording):
 
 
 def test_the_wait_for_a_late_rank_is_not_exposed_communication():
-    # Rank 0 is 3 of 8 late at each of twelve all-reduces, which then take 2.
-    (found,) = check(rule_examples.straggler_run(0, 3), [ExposedCommunication(max_exposed_ratio=0.2)]).findings
+    # Rank 0 is 3 of 8 late at each of twelve all-reduces, which then take 2: of small ones that would be latency.
+    run = rule_examples.straggler_run(0, 3, sent_bytes=LARGE)
+    (found,) = check(run, [ExposedCommunication(max_exposed_ratio=0.2)]).findings
     assert found.impact == pytest.approx(2 / 8)
     assert set(found.evidence.filter(pl.col("name") == "y")["exposed_ns"]) == {2 * drawn_hosts.UNIT_NS}
-    assert check(rule_examples.straggler_run(0, 3), [ExposedCommunication(max_exposed_ratio=0.25)]).findings == ()
+    assert check(run, [ExposedCommunication(max_exposed_ratio=0.25)]).findings == ()
 
 
 def test_the_message_states_the_wait_for_late_ranks():
-    (found,) = check(rule_examples.straggler_run(0, 3), [ExposedCommunication(max_exposed_ratio=0.2)]).findings
+    run = rule_examples.straggler_run(0, 3, sent_bytes=LARGE)
+    (found,) = check(run, [ExposedCommunication(max_exposed_ratio=0.2)]).findings
     of_rank_0 = "The rank waits another 600 µs for late ranks."
     assert ("rank 0" in found.message) == (of_rank_0 in found.message)
 
