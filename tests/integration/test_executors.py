@@ -231,7 +231,7 @@ def test_workers_end_with_the_process_that_started_them(number):
 
 
 def is_running(process_id):
-    """Whether a process exists and has not ended, even if nobody asked for its exit code."""
+    """Whether a process exists and is no zombie."""
     try:
         return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

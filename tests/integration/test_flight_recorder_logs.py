@@ -116,17 +116,23 @@ def test_dumps_without_durations_are_named_with_what_to_do(tmp_path: Path) -> No
         tracekit.load(str(RECORDINGS / "hangs_nccl" / "endless_loop"), cache=False)
 
 
+def test_a_folder_of_dumps_of_a_hang_is_named() -> None:
+    """tracekit's own dumps are of jobs that hang."""
+    with pytest.raises(InputError, match="tracekit hang"):
+        tracekit.load(str(RECORDINGS / "hangs" / "running"), cache=False)
+
+
 def test_dumps_beside_traces_change_no_answer(tmp_path: Path) -> None:
     """A run whose dumps of a hang lie beside its traces is judged by its traces."""
     sample = RECORDINGS.parents[1] / "sample_traces" / "faults" / "slow-rank"
-    alone = engine.check(tracekit.load(str(sample), cache=False)).findings
+    of_traces = engine.check(tracekit.load(str(sample), cache=False)).findings
     for trace in sample.rglob("*.json*"):
         (tmp_path / trace.relative_to(sample)).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / trace.relative_to(sample)).write_bytes(trace.read_bytes())
     write(tmp_path, duration_ms=None)
-    beside = engine.check(tracekit.load(str(tmp_path), cache=False)).findings
-    assert [f.id for f in beside if f.code != "DATA001"] == [f.id for f in alone if f.code != "DATA001"]
-    assert {f.severity.name for f in beside if f.code == "DATA001" and "flight recorder" in f.message} == {"INFO"}
+    of_both = engine.check(tracekit.load(str(tmp_path), cache=False)).findings
+    assert [f.id for f in of_both if f.code != "DATA001"] == [f.id for f in of_traces if f.code != "DATA001"]
+    assert {f.severity.name for f in of_both if f.code == "DATA001" and "flight recorder" in f.message} == {"INFO"}
 
 
 def test_a_file_that_is_no_dump_is_not_taken_for_one() -> None:

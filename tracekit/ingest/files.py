@@ -286,6 +286,8 @@ def _why_none(root: str) -> str:
     snapshots = [file for file in _sorted(root) if file.name.endswith(conventions.SNAPSHOT_SUFFIXES)]
     if snapshots:
         return f"no trace files in this folder, but a memory snapshot: tracekit memory {snapshots[0]}"
+    if any(file.name.endswith(conventions.HANG_SUFFIX) for file in _sorted(root)):
+        return f"no trace files in this folder, but dumps of a hang: tracekit hang {root}"
     return f"no trace files ({_patterns()}) in this folder"
 
 

@@ -69,8 +69,8 @@ class LateLaunch(Rule):
     deviation from it, so that an interruption of one step does not count. In a recording without steps, one pause that
     is more than half of the loss need not recur: it is information. So is a window of one step, or without steps, that
     spends more than half of the loss on first uses (kernels loaded, compiled or tried out, long first launches of a
-    kernel): it is warm-up. A recording begins in the first step: there the replay counts, before the first launch, the
-    median of the pauses before those of the other steps, if there are two or more.
+    kernel): it is warm-up. A recording begins in the first step: there the replay counts, before the first launch, at
+    most what it saves before the first work of the other steps, in the median.
 
     How to fix: shorten Python between launches (hooks, logging, metrics, gc.freeze or gc.collect at chosen steps);
     launch fewer and larger kernels: torch.compile, CUDA graphs (mode="reduce-overhead"), fused or foreach optimizers,

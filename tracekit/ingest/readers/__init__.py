@@ -155,8 +155,8 @@ def may_have_traces(name: str) -> bool:
 
 def is_of_log_or_companion(name: str) -> bool:
     """Return whether a file's name is that of a log or of another tool's file, which lie beside traces."""
-    named = [reader for reader in available() if reader.has_traces and reader.has_name(name)]
-    return name.endswith(companion_suffixes()) or bool(named and all(reader.is_log for reader in named))
+    candidates = [reader for reader in available() if reader.has_traces and reader.has_name(name)]
+    return name.endswith(companion_suffixes()) or bool(candidates and all(reader.is_log for reader in candidates))
 
 
 def companion_suffixes() -> tuple[str, ...]:

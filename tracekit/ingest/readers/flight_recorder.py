@@ -10,7 +10,6 @@ from pathlib import PurePath
 
 import polars as pl
 
-from tracekit import conventions
 from tracekit.conventions import regular_files
 from tracekit.errors import BadTraceError
 from tracekit.ingest.hang_dumps import flight_recorder
@@ -37,7 +36,7 @@ class FlightRecorderDumps(Reader):
     """Reads dumps of torch's flight recorder, pickle or JSON: the completed collectives of one rank."""
 
     name = "dump of torch's flight recorder"
-    suffixes = (conventions.HANG_SUFFIX, "_trace_rank_0")
+    suffixes = ("_trace_rank_0",)
     contents = "collectives of a rank with durations, if TORCH_NCCL_ENABLE_TIMING=1; of jobs that hang: `tracekit hang`"
     is_log = True
 
@@ -90,8 +89,10 @@ def _read(path: str) -> RankDump:
             value = flight_recorder.load(data, many)
         if not flight_recorder.is_dump(value):
             raise flight_recorder.BadDumpError("has no entries")
-        stated, named = flight_recorder.stated_rank(value), _NAME.search(PurePath(path).name.lower())
-        rank = stated if stated is not None else int(named["rank"]) if named else -1
+        rank = flight_recorder.stated_rank(value)
+        if rank is None:
+            name = _NAME.search(PurePath(path).name.lower())
+            rank = -1 if name is None else int(name["rank"])
         return flight_recorder.parse(value, rank=rank, path=path)
     except flight_recorder.BadDumpError as error:
         raise BadTraceError(f"{path}: the dump of torch's flight recorder {error}; copy or write it again") from None

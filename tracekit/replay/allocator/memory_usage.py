@@ -130,11 +130,11 @@ def _other_devices(snapshot: MemorySnapshot, device: int) -> list[str]:
     )
     if sums.is_empty():
         return []
-    others = "; ".join(
+    devices = "; ".join(
         f"device {other} has {units.size(allocated)} allocated and {units.size(reserved)} reserved at the snapshot"
         for other, allocated, reserved in sums.iter_rows()
     )
-    return [f"These are values of device {device}: {others} (--device shows another one)."]
+    return [f"These are values of device {device}: {devices} (--device shows another one)."]
 
 
 def _missing_facts(snapshot: MemorySnapshot) -> list[str]:

@@ -86,8 +86,10 @@ def _with_leading_pause(graph: Graph, by_ns: Ints) -> Graph:
         by_ns=lost_ns
     )
     is_begin = pl.col("at").is_in(np.flatnonzero(_begin_window(graph)).tolist())
-    others = first_calls.filter(~is_begin).group_by("rank").agg(pl.len(), pl.col("by_ns").quantile(0.5, "lower"))
-    begins = first_calls.filter(is_begin).drop("by_ns").join(others.filter(pl.col("len") >= _MIN_OTHERS), on="rank")
+    other_steps = first_calls.filter(~is_begin).group_by("rank").agg(pl.len(), pl.col("by_ns").quantile(0.5, "lower"))
+    begins = (
+        first_calls.filter(is_begin).drop("by_ns").join(other_steps.filter(pl.col("len") >= _MIN_OTHERS), on="rank")
+    )
     if not begins["by_ns"].sum():
         return shorter
     at = begins["at"].to_numpy()
