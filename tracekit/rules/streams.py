@@ -8,8 +8,7 @@ import polars as pl
 
 from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.communication import queueing
-from tracekit.analysis.compute import contention
-from tracekit.analysis.host import launch_delay
+from tracekit.analysis.compute import contention, exposed_copies
 from tracekit.analysis.parallelism import workload
 from tracekit.analysis.time import breakdown
 from tracekit.model import units
@@ -17,6 +16,7 @@ from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
 from tracekit.replay.graph.causes.collectives import SHARED_COMMUNICATOR, SHARED_QUEUE
 from tracekit.replay.graph.causes.contention import GIVE_WAY
+from tracekit.replay.graph.causes.device_time import DEVICE_COPIES, HOST_COPIES
 from tracekit.rules import quoted_step
 from tracekit.rules.advice import Advice
 from tracekit.rules.quoted_step import KEY
@@ -24,7 +24,6 @@ from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, largest_first
 
 _GAP = ("window", "rank", "communication_gap")
 _OWNER = ["op", "stack", "direction", "memory"]
-_OF_HOST = (launch_delay.TO_DEVICE, launch_delay.TO_HOST)
 _NOT_OF_HOST = "not between host and device"
 """Subject of the finding on other copies and on memory sets."""
 _LARGE_BYTES = 1 << 20  # smaller copies measure latency, not bandwidth
@@ -257,35 +256,35 @@ _COPY_AHEAD = Advice(
     "cudaStreamWaitEvent before the kernels that read them. Merge small copies into one.",
 )
 _COPY_LESS = {
-    launch_delay.PEER: Advice(
+    exposed_copies.PEER: Advice(
         "Send to the other device on a stream of its own while compute goes on, in few large copies (.to(device, "
         "non_blocking=True), or isend and irecv); keep on each device what it needs in every step.",
         other="Send to the other device on a stream of its own while compute goes on, in few large copies.",
     ),
-    launch_delay.WITHIN_DEVICE: Advice(
+    exposed_copies.WITHIN_DEVICE: Advice(
         "Write results where they are needed: views in place of clone() and contiguous(), out=…, buffers allocated "
         "once in place of torch.cat. torch.compile fuses copies into the kernels around them.",
         other="Write results where they are needed, or copy on another stream while compute goes on.",
     ),
-    launch_delay.MANAGED: Advice(
+    exposed_copies.MANAGED: Advice(
         "Prefetch managed memory before it is needed (cudaMemPrefetchAsync, on a stream of its own), or allocate it on "
         "the device.",
         other="Prefetch managed memory before it is needed (cudaMemPrefetchAsync, on a stream of its own), or allocate "
         "it on the device.",
     ),
-    launch_delay.MEMORY_SET: Advice(
+    exposed_copies.MEMORY_SET: Advice(
         "Set no memory that is overwritten: torch.empty in place of torch.zeros, zero_grad(set_to_none=True), buffers "
         "that are allocated once.",
         other="Set no memory that is overwritten, or set it on another stream while compute goes on.",
     ),
-    launch_delay.UNKNOWN: Advice(
+    exposed_copies.UNKNOWN: Advice(
         "Copy ahead on a stream of its own while compute goes on, or keep the data where it is used. The name of the "
         "copy does not say between which memories it moves data.",
         other="Copy ahead on another stream while kernels run, or keep the data where it is used.",
     ),
 }
 """Advice on copies that are not between host and device, by direction."""
-_COPIES = {launch_delay.TO_HOST: _COPY_RESULTS, launch_delay.TO_DEVICE: _COPY_AHEAD}
+_COPIES = {exposed_copies.TO_HOST: _COPY_RESULTS, exposed_copies.TO_DEVICE: _COPY_AHEAD}
 _SEPARATE = {workload.FSDP2: "FSDPModule.set_separate_reduce_scatter_group, or "}
 _PREPARE_ANY_EARLIER = (
     "Prepare data on the compute stream into pre-allocated flat buffers, and avoid casts, copies and divides directly "
@@ -317,9 +316,10 @@ class ExposedCopy(Rule):
     it moves, and a copy from or to pageable memory also blocks the host and is staged through a pinned buffer.
 
     How it is measured: per copy, its time without concurrent compute and collectives on the device; copies of saves are
-    left out. Together they cost at most the step's exposed copy time. Bandwidth is stated for copies of 1 MiB or more,
-    and called slow below `slow_bytes_per_ns` GB/s if they are from or to the host: PCIe 3.0 x16 moves 12 GB/s. Steps
-    that save are left out; the message quotes the median step of the worst device.
+    left out. Together they take at most the step's exposed copy time. The cost is the saving of a replay in which
+    they take no exposed time (`tracekit whatif`): what another bottleneck hides is not saved. Bandwidth is stated for
+    copies of 1 MiB or more, and called slow below `slow_bytes_per_ns` GB/s if they are from or to the host: PCIe 3.0
+    x16 moves 12 GB/s. Steps that save are left out; the message quotes the median step of the worst device.
 
     How to fix: to the device: DataLoader(pin_memory=True) and .to(device, non_blocking=True) one batch ahead on a
     stream of its own, one large tensor instead of many small ones, or creation on the device. To the host: keep values
@@ -336,7 +336,7 @@ class ExposedCopy(Rule):
         "Copy with cudaMemcpyAsync between pinned memory (cudaHostAlloc) and the device, on a stream other than that"
         " of the kernels; merge small copies into one."
     )
-    facts: ClassVar[tuple[TraceFact, ...]] = (launch_delay.exposed_copies, workload.marks, *save_stages.FACTS)
+    facts: ClassVar[tuple[TraceFact, ...]] = (exposed_copies.exposed_copies, workload.marks, *save_stages.FACTS)
     min_exposed_ratio: float = 0.02
     min_device_ratio: float = 0.03
     """A report without findings states that no cause takes 3% or more. In ten public recordings of training, copies
@@ -345,8 +345,8 @@ class ExposedCopy(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield a finding for copies from or to the host, and one for others, whose loss exceeds the threshold."""
-        exposed = run.table(launch_delay.exposed_copies)
-        is_of_host = pl.col("direction").is_in(_OF_HOST)
+        exposed = run.table(exposed_copies.exposed_copies)
+        is_of_host = pl.col("direction").is_in(exposed_copies.OF_HOST)
         if loss := self._loss(run, exposed.filter(is_of_host), self.min_exposed_ratio):
             yield self._host_copies(run, exposed.filter(is_of_host), loss)
         if loss := self._loss(run, exposed.filter(~is_of_host), self.min_device_ratio):
@@ -362,7 +362,7 @@ class ExposedCopy(Rule):
         rows = loss.rows(exposed)
         largest = _largest_owner(rows)
         pinned = (
-            " Pageable memory blocks the host during the copy." if largest["memory"] == launch_delay.PAGEABLE else ""
+            " Pageable memory blocks the host during the copy." if largest["memory"] == exposed_copies.PAGEABLE else ""
         )
         copies = f"({largest['direction']}) by {largest['op'] or 'an unknown op'}"
         fix, by_direction = _COPIES[largest["direction"]].suited_to(run), ""
@@ -380,13 +380,14 @@ class ExposedCopy(Rule):
             fix + pinned,
             confidence=0.8,
             evidence=quoted_step.evidence(exposed, loss.row, "exposed_ns"),
+            what_if=WhatIf(HOST_COPIES),
             claim=f"Copies {copies} are not overlapped",
         )
 
     def _device_copies(self, run: Run, exposed: pl.DataFrame, loss: quoted_step.StepLoss) -> Finding:
         rows = loss.rows(exposed)
         largest = _largest_owner(rows)
-        is_set = largest["direction"] == launch_delay.MEMORY_SET
+        is_set = largest["direction"] == exposed_copies.MEMORY_SET
         work = "Memory sets" if is_set else f"Copies ({largest['direction']})"
         return loss.finding(
             self,
@@ -397,6 +398,7 @@ class ExposedCopy(Rule):
             confidence=0.8,
             evidence=quoted_step.evidence(exposed, loss.row, "exposed_ns"),
             subject=_NOT_OF_HOST,
+            what_if=WhatIf(DEVICE_COPIES),
             claim=f"{work} by {largest['op'] or 'an unknown op'} are not overlapped",
         )
 
@@ -415,10 +417,10 @@ class ExposedCopy(Rule):
         speed = f", {units.size(moved)} in total" if moved else ""
         if moved >= _LARGE_BYTES * count and largest["dur_ns"]:
             per_ns = moved / largest["dur_ns"]
-            is_slow = per_ns < self.slow_bytes_per_ns and largest["direction"] in _OF_HOST
+            is_slow = per_ns < self.slow_bytes_per_ns and largest["direction"] in exposed_copies.OF_HOST
             slow = ", far below the bandwidth of any PCIe link" if is_slow else ""
             speed += f" at {per_ns:.1f} GB/s{slow}"
-        is_set = largest["direction"] == launch_delay.MEMORY_SET
+        is_set = largest["direction"] == exposed_copies.MEMORY_SET
         work = units.count(count, "memory set") if is_set else f"{_count_text(count)} ({largest['direction']})"
         return (
             f"{units.duration(largest['exposed_ns'])} of that is {work} by "

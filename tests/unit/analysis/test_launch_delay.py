@@ -2,14 +2,12 @@
 
 import numpy as np
 import polars as pl
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support import drawn_hosts, kineto_files
+from tests.support import drawn_hosts
 from tests.support.drawn_hosts import UNIT_NS
 from tracekit.analysis.host import launch_delay
-from tracekit.ingest import loader
 from tracekit.model import schema
 
 
@@ -109,32 +107,3 @@ def test_waits_explain_gaps_as_a_balance_that_is_kept_gap_by_gap(
     host_time = launch_delay._HostTime(pl.DataFrame(place, schema=_PARTS), gap, start, dur, before, waits, synced_)
     start, dur, _, is_synced = launch_delay._split_by_wait(host_time)
     assert list(zip(start.tolist(), dur.tolist(), is_synced.tolist(), strict=True)) == sorted(expected)
-
-
-def memory_of(tmp_path, *names):
-    """Return the kinds of host memory of copies with these names, one after the other, without any other work."""
-    trace = kineto_files.trace(0, 1, steps=1)
-    trace["traceEvents"] = [
-        {"ph": "X", "cat": "gpu_memcpy", "name": name, "pid": 0, "tid": 7, "ts": 10 * number, "dur": 5,
-         "args": {"device": 0, "stream": 7}}
-        for number, name in enumerate(names)
-    ]  # fmt: skip
-    path = kineto_files.write(tmp_path / "rank0.json", trace)
-    (read,) = loader.load(str(path), cache=None).traces()
-    return launch_delay.exposed_copies(read)["memory"].to_list()
-
-
-@pytest.mark.parametrize(
-    ("names", "memory"),
-    [
-        (
-            ["Memcpy HtoD (Pageable -> Device)", "Memcpy DtoH (Device -> Pinned)"],
-            [launch_delay.PAGEABLE, launch_delay.PINNED],
-        ),
-        (["CopyHostToDevice", "CopyDeviceToHost"], [None, None]),  # AMD
-        (["Memcpy HtoD (Managed -> Device)"], [None]),
-        (["CopyHostToDevice", "Memcpy HtoD (Pinned -> Device)"], [None, launch_delay.PINNED]),
-    ],
-)
-def test_the_memory_of_the_host_is_null_where_the_name_has_none(tmp_path, names, memory):
-    assert memory_of(tmp_path, *names) == memory

@@ -10,6 +10,7 @@ from tests.support.rule_examples import copying_run
 from tracekit.ingest.loader import load
 from tracekit.rules.engine import check
 from tracekit.rules.rule import Severity
+from tracekit.rules.stragglers import Straggler
 from tracekit.rules.streams import ExposedCopy
 
 OTHERS = Path(__file__).parents[3].parent / "shared" / "traces"
@@ -158,3 +159,51 @@ def test_recorded_stacks_name_the_line_that_copies(wording):
     (found,) = judged(load(folder), min_exposed_ratio=0.01)
     assert found.severity == Severity.INFO
     wording(found.message)
+
+
+def copying_ranks(*ranks, steps=10):
+    """Return ranks that compute for so long in each step, copy for so long, and then average their gradients."""
+    groups = pl.DataFrame({"group": ["0"], "ranks": [list(range(len(ranks)))]})
+    longest, traces = max(computed + copied for computed, copied in ranks), []
+    for rank, (computed, copied) in enumerate(ranks):
+        rows, columns, calls, ops = {"step": "", "compute": "", "comm": ""}, {}, {}, {}
+        for step in range(steps):
+            # compute  aabbccddeekkkkkkffgghhiijj....
+            # comm     ..........................xxxx   (ranks that are done earlier wait in it)
+            letters = [chr(0x4E00 + 16 * step + number) for number in range(12)]
+            blocks = [letter * (computed // 10) for letter in letters[:10]]
+            waiting = longest - computed - copied + 2
+            rows["compute"] += "".join((*blocks[:5], letters[10] * copied, *blocks[5:])) + "." * waiting
+            rows["comm"] += "." * (computed + copied) + letters[11] * waiting
+            rows["step"] += str(step) * (longest + 2)
+            copy = f"Memcpy HtoD (Pinned -> Device) {step}"
+            columns[letters[10]], ops[letters[11]] = {"kind": "memcpy", "name": copy}, "all_reduce"
+            launched = [*letters[:5], copy, *letters[5:10], letters[11]]
+            calls |= {name: 12 * step + number for number, name in enumerate(launched)}
+        picture = "\n".join(f"{lane} {cells}" for lane, cells in rows.items())
+        traces.append(drawn_hosts.trace(picture, calls, rank=rank, groups=groups, ops=ops, columns=columns))
+    return drawn_traces.run(*traces)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "saved", "severity"),
+    [
+        (((20, 6), (20, 6)), 6, Severity.WARNING),
+        (((20, 6), (20, 0)), 6, Severity.WARNING),
+        (((20, 6), (30, 0)), 0, Severity.INFO),
+        (((20, 14), (30, 0)), 4, Severity.WARNING),
+    ],
+    ids=["all copy", "one copies more", "a rank that computes longer hides it", "the rest of it counts"],
+)
+def test_copies_cost_what_a_replay_without_them_saves(ranks, saved, severity):
+    (finding,) = judged(copying_ranks(*ranks))
+    assert (finding.severity, finding.is_priced) == (severity, True)
+    assert finding.cost_ns == pytest.approx(saved * drawn_hosts.UNIT_NS, rel=0.05)
+
+
+def test_a_rank_that_is_late_by_its_copies_is_no_straggler_of_its_own():
+    report = check(copying_ranks((20, 10), (20, 0), (20, 0)), [ExposedCopy(), Straggler()])
+    (copies, *others) = report.findings
+    assert (copies.code, copies.ranks, copies.severity) == ("HOST004", (0,), Severity.WARNING)
+    assert copies.cost_ns == pytest.approx(10 * drawn_hosts.UNIT_NS, rel=0.05)
+    assert all(other.severity is Severity.INFO and other.consequence_of == copies.id for other in others)

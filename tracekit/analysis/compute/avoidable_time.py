@@ -1,4 +1,4 @@
-"""Kernel time that a known change of the program would save, by cause: the replay removes it."""
+"""Device time that a known change of the program would save, by cause: the replay removes it."""
 
 import json
 
@@ -8,6 +8,7 @@ import polars as pl
 from tracekit import conventions
 from tracekit.analysis.compute import (
     cpu_ops,
+    exposed_copies,
     flops,
     interrupted_python,
     kernels,
@@ -47,8 +48,8 @@ _CALL = ["name", "shapes", "dtypes", "arguments", "strides"]
 COLUMNS = schema.columns("activity_id cause saved_ns")
 (
     MISALIGNED, NO_TENSOR_CORES, UNFUSED_OPTIMIZER, UNFUSED_CHAIN, PARTIAL_WAVE, SLOW_ARITHMETIC, VALUE_READ, CAST,
-    SMALL_OP, ANOMALY_CHECK, DETERMINISTIC_FILL, SIDE_WORK, INTERRUPTION,
-) = range(1, 14)  # fmt: skip
+    SMALL_OP, ANOMALY_CHECK, DETERMINISTIC_FILL, SIDE_WORK, INTERRUPTION, HOST_COPY, DEVICE_COPY,
+) = range(1, 16)  # fmt: skip
 
 
 @trace_fact
@@ -149,14 +150,16 @@ _FACTS: tuple[TraceFact, ...] = (
     cpu_ops.deterministic_fills,
     side_work.side_work,
     interrupted_python.interrupted_python,
+    exposed_copies.of_host,
+    exposed_copies.of_device,
 )
 
 
 @memoize
 def avoidable(trace: Trace) -> pl.DataFrame:
-    """Kernels, or ops of a CPU run, that would take less time, each by its first cause.
+    """Kernels, copies, or ops of a CPU run, that would take less time, each by its first cause.
 
-    Columns COLUMNS: cause (MISALIGNED to INTERRUPTION), saved_ns; one row per kernel or op.
+    Columns COLUMNS: cause (MISALIGNED to DEVICE_COPY), saved_ns; one row per kernel, copy or op.
     """
     parts = [
         kernels.select("activity_id", "saved_ns", cause=pl.lit(cause, pl.Int64))

@@ -206,6 +206,30 @@ INTERRUPTED_PYTHON = Cause(
 )  # fmt: skip
 
 
+HOST_COPIES = Cause(
+    name="host-copies",
+    loss="copies between host and device",
+    codes=("HOST004",), kind=Kind.COMPUTE,
+    transform=partial(without_avoidable_time, cause=avoidable_time.HOST_COPY), confidence=0.8,
+    pricing=Pricing.SOURCE,
+    is_attainable=True,
+    summary="copies between host and device are overlapped",
+    basis="copies between host and device, for as long as neither compute nor a collective runs",
+)  # fmt: skip
+
+
+DEVICE_COPIES = Cause(
+    name="device-copies",
+    loss="other copies and memory sets",
+    codes=("HOST004",), kind=Kind.COMPUTE,
+    transform=partial(without_avoidable_time, cause=avoidable_time.DEVICE_COPY), confidence=0.8,
+    pricing=Pricing.SOURCE,
+    summary="copies other than between host and device, and memory sets, are overlapped",
+    basis="copies between devices, within one and of managed memory, and memory sets, for as long as neither compute "
+    "nor a collective runs",
+)  # fmt: skip
+
+
 RECOMPUTATION = Cause(
     name="recomputation", codes=("MEM002",), kind=Kind.COMPUTE, transform=without_recomputation,
     summary="no activation is recomputed",
