@@ -32,7 +32,8 @@ class OversubscribedHost(Rule):
     How it is measured: threads, ranks and cores (affinity and the quota of the control group) are those in run.json,
     which the recorder writes. Without them, ops must compute for longer than the process had CPU time, by the metrics
     log: meanwhile their threads were not running. Either way most identical ops must be slow: a third of the excess or
-    more in the median call. Where other processes interrupt, few calls have all of it, and nothing is reported.
+    more in the median call. Where other processes interrupt, few calls have all of it, and nothing is reported, unless
+    stated threads outnumber the cores and were ready to run without a processor for 8% of the time, by the log.
     Without stated threads the finding is information, unless late ranks are its consequence: other processes on all
     cores look the same. The cost is the saving of a replay in which each op takes as long as the fastest identical one
     of its rank: it is too low where all are slow. Steps that save are left out.

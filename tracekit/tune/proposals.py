@@ -132,7 +132,8 @@ _PREDICTED_CONFIDENCE = 0.8
 
 def _of_answer(setting: Setting, answer: Answer, added_bytes: int | None) -> Proposal:
     change = setting.change
-    is_of_part = change.is_partial or bool(change.causes and answer.causes and answer.causes[0] is not change.causes[0])
+    is_other = bool(change.causes and answer.causes and answer.causes[0] is not change.causes[0])
+    is_of_part = (change.is_partial or is_other) and not change.saves_beyond_causes
     is_exact = bool(answer.causes) and all(cause.is_attainable for cause in answer.causes)
     # Of findings on saves the saving is a share of training time, in which a step is longer by its part of the saves.
     ratio = min(1.0, answer.saved_ratio)
@@ -143,7 +144,7 @@ def _of_answer(setting: Setting, answer: Answer, added_bytes: int | None) -> Pro
         step_ns,
         max(divided_ns, step_ns - answer.saved_ns),
         answer.confidence,
-        is_upper_bound=is_of_part or not is_exact,
+        is_upper_bound=(is_of_part or not is_exact) and not change.saves_beyond_causes,
         code=answer.code,
         claim=answer.finding.claim if answer.finding else answer.summary,
         added_bytes=added_bytes,

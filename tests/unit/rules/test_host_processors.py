@@ -69,6 +69,16 @@ ONE_CORE = {"cores": 2, "usable_cores": 1, "threads": 1, "ranks": 2}
 
 
 @pytest.mark.parametrize(
+    ("wait_ns", "threads", "ranks", "cost_ns"), [(9, 2, 2, 7), (9, 1, 2, None), (9, 4, 1, 7), (1, 2, 2, None)]
+)
+def test_threads_that_outnumber_the_cores_lose_what_few_calls_wait_for_a_core(wait_ns, threads, ranks, cost_ns):
+    # In each step one call of seven takes 8 instead of 1: a barrier inside of it waited for a thread without a core.
+    processors = {"cores": 2, "threads": threads, "ranks": ranks}
+    found = findings(logged_run(10, wait_ns=wait_ns, picture=PREEMPTED, processors=processors))
+    assert [finding.cost_ns for finding in found] == ([] if cost_ns is None else [cost_ns])
+
+
+@pytest.mark.parametrize(
     ("waiting", "cost_ns"),
     [
         ({"cpu_ns": 8}, 8),  # of 20, another 8 are the other rank's, and 4 nobody's

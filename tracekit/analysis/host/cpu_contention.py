@@ -114,8 +114,8 @@ def contended_ops(run: Run) -> pl.DataFrame:
     Columns window, rank, those of OP_COLUMNS; one row per op with an excess, of ranks most of whose identical ops are
     slow: a third of the excess or more is in the median call. Also, threads of all ranks outnumber the cores. Where the
     manifest does not state that, ops compute for longer than the process had CPU time: its threads were not running.
-    Where ranks outnumber the cores, those take turns of milliseconds, so that few calls have all of the excess: it is
-    enough that the threads were not running.
+    Where ranks, or the threads of all ranks, outnumber the cores, those may take turns of milliseconds, so that few
+    calls have all of the excess: it is enough that the threads were not running.
     """
     ops = run.table(op_excess)
     of_rank = ("window", "rank")
@@ -130,7 +130,9 @@ def contended_ops(run: Run) -> pl.DataFrame:
     waiting_ns = pl.coalesce("processor_wait_ns", pl.col("logged_ns") - pl.col("cpu_ns"))
     is_waiting = (waiting_ns >= _MIN_WAITING_RATIO * pl.col("wall_ns")).fill_null(value=False)
     is_stated = pl.lit(stated is not None and stated.is_oversubscribed)
-    is_shared = is_waiting & pl.lit(stated is not None and stated.has_fewer_cores_than_ranks)
+    is_shared = is_waiting & pl.lit(
+        stated is not None and (stated.has_fewer_cores_than_ranks or stated.is_oversubscribed)
+    )
     is_short = is_waiting if stated is None else is_stated
     is_regular = pl.col("regular_ns") >= _MIN_REGULAR_RATIO * pl.col("excess_ns")
     # Where threads are stated to outnumber the cores, even the fastest op lacks them.

@@ -173,6 +173,9 @@ class Change:
     """Rules whose findings it answers, too: their savings count where no cause has an answer."""
     is_partial: bool = False
     """Whether it removes a part of the causes only, so that their saving bounds what it saves of them."""
+    saves_beyond_causes: bool = False
+    """Whether it also saves time that no cause has, so that the saving of its causes is no bound: devices do more of a
+    larger batch in the same time."""
     is_divided: bool = False
     """Whether the value is a number of processes that do the removed work while the step runs: it takes as long as they
     need for it."""
