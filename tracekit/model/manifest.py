@@ -19,6 +19,7 @@ class Model(msgspec.Struct, frozen=True):
 
     name: str = ""
     parameters: float | None = None
+    layers: _Number | None = None
 
 
 class OutlierReason(msgspec.Struct, frozen=True):

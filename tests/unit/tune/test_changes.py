@@ -101,6 +101,17 @@ def test_micro_batches_keep_the_tokens_of_a_step(fsdp2: Run) -> None:
 
 
 @pytest.mark.parametrize(
+    ("layers", "schedules"), [(8, ("interleaved", "zb-h1")), (4, ("interleaved", "zb-h1")), (3, ("zb-h1",))]
+)
+def test_no_schedule_has_more_stages_than_the_model_has_layers(
+    fsdp2: Run, layers: int, schedules: tuple[str, ...]
+) -> None:
+    arguments = {**fsdp2.manifest["arguments"], "pp": 2, "schedule": "1f1b"}
+    run = with_manifest(fsdp2, arguments=arguments, model={"name": "any", "layers": layers})
+    assert named("pipeline-schedule").values(run) == schedules
+
+
+@pytest.mark.parametrize(
     ("cores", "quota", "ranks", "expected"), [(8, None, 2, "4"), (8, 3.5, 2, "1"), (1, None, 4, "1")]
 )
 def test_threads_divide_the_cores(fsdp2: Run, cores: int, quota: float | None, ranks: int, expected: str) -> None:

@@ -10,7 +10,9 @@ from tracekit.replay.graph.pipeline_changes import PipelineChange
 from tracekit.replay.graph.strategies import Prediction
 from tracekit.tune.changes.change import Change, Risk, TunedRun, unknown_memory
 
-_SCHEDULES = ("interleaved", "zb-h1")
+_INTERLEAVED, _INTERLEAVED_STAGES = "interleaved", 2
+"""Stages that each rank has under that schedule, each of one layer or more."""
+_SCHEDULES = (_INTERLEAVED, "zb-h1")
 """Schedules with smaller bubbles than 1F1B whose stages stay where they are. zbv and dualpipev move layers."""
 
 
@@ -34,7 +36,10 @@ def _more(run: TunedRun) -> Sequence[str]:
 
 def _schedules(run: TunedRun) -> Sequence[str]:
     is_default = run.options.get("schedule") in ("1f1b", "gpipe") and not run.number("checkpoint_layers", 0)
-    return _SCHEDULES if _is_pipeline(run) and is_default else ()
+    if not _is_pipeline(run) or not is_default:
+        return ()
+    layers, stages = run.manifest.model.layers, _INTERLEAVED_STAGES * run.number("pp", 1)
+    return tuple(name for name in _SCHEDULES if name != _INTERLEAVED or layers is None or layers >= stages)
 
 
 def _predicted_micro_batches(run: TunedRun, value: str) -> Prediction:
