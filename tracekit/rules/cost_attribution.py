@@ -80,7 +80,7 @@ def attribute_costs(report: Report) -> Report:
         ranks = finding.ranks if pricing is Pricing.LATE_RANKS else ()
         removal = Removal(cause, ranks, outlier_steps.remaining_spans(report.run, stalls, cause))
         if cause is OCCASIONAL_STRAGGLER:
-            removal = stragglers.occasional_removal(report.run, finding)
+            removal = _occasional_removal(report.run, run, finding)
         repriced = _price(run, finding, finding.what_if, removal, removed, stalled, causing)
         findings += repriced
         # A replay confirms a warning, or finds that it is the consequence of another one.
@@ -298,7 +298,7 @@ def _price(
     before = _causes_before(run, finding, removed)
     first = (*_stalled_before(removal, stalled), *before, *others)
     if what_if.cause is OCCASIONAL_STRAGGLER and solo.saved_ns < _MIN_EXPLAINED_RATIO * finding.cost_ns:
-        return [_of_steps_before(run, finding, removal)]
+        return [_of_ended_lead(run, finding, removal)]
     hidden_behind = straggler_consequences.hidden_behind(run, removal, late, solo)
     after = mean_saving(run, removal, first)
     mean = min(solo, after, key=lambda saving: saving.saved_ns) if after else solo
@@ -343,15 +343,29 @@ def _price(
     return [priced]
 
 
-def _of_steps_before(run: Run, finding: Finding, removal: Removal) -> Finding:
-    """A finding on a rank that is no slower in its late steps, which is information if it isn't in those before either.
+def _occasional_removal(run: Run, replayed: Run, finding: Finding) -> Removal:
+    """Removal for a rank that is late in some steps: in these, or where that saves nothing, in the steps before.
 
     What a rank takes longer for at the end of a step makes it late in the next one, which a replay of the late steps
-    leaves as it is. Where neither is longer, other ranks were faster or slower: a pause of all ranks ends their lead.
+    leaves as it is.
+    """
+    removal = stragglers.occasional_removal(run, finding)
+    before = stragglers.steps_before(run, removal)
+    return before if not _explains(replayed, removal, finding) and _explains(replayed, before, finding) else removal
+
+
+def _explains(run: Run, removal: Removal, finding: Finding) -> bool:
+    saving = mean_saving(run, removal) if removal.steps else None
+    return saving is not None and saving.saved_ns >= _MIN_EXPLAINED_RATIO * finding.cost_ns
+
+
+def _of_ended_lead(run: Run, finding: Finding, removal: Removal) -> Finding:
+    """A finding on a rank that is no slower in its late steps, nor in those before: information, if both are replayed.
+
+    Then other ranks were faster or slower: a pause of all ranks ends their lead.
     """
     before = stragglers.steps_before(run, removal)
-    saving = mean_saving(run, before) if before.steps else None
-    if saving is None or saving.saved_ns >= _MIN_EXPLAINED_RATIO * finding.cost_ns:
+    if not before.steps or mean_saving(run, before) is None:
         return finding
     no_longer = " It works no longer in these steps, or in those before, than in its others: its lead has ended."
     return replace(finding, severity=Severity.INFO, message=finding.message + no_longer)

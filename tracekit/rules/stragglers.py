@@ -797,10 +797,17 @@ def occasional_removal(run: Run, finding: Finding) -> Removal:
 
 
 def steps_before(run: Run, removal: Removal) -> Removal:
-    """The same removal in the steps before those in which ranks are late, as far as they are not late there, too."""
-    order = stragglers.steps(run).select(*_STEP, before=pl.col("step").shift(1).over("window")).drop_nulls()
-    before = [(window, before) for window, step, before in order.iter_rows() if (window, step) in removal.steps]
-    return replace(removal, steps=tuple(step for step in before if step not in removal.steps))
+    """The same removal in the step before each in which ranks are late, or in that one if they are late before it, too.
+
+    What a rank takes longer for at the end of a step makes it late in the next one.
+    """
+    order = stragglers.steps(run).select(*_STEP, before=pl.col("step").shift(1).over("window"))
+    late = {(window, step): before for window, step, before in order.iter_rows() if (window, step) in removal.steps}
+    begins = {
+        (window, step if before is None or (window, before) in late else before)
+        for (window, step), before in late.items()
+    }
+    return replace(removal, steps=tuple(sorted(begins)))
 
 
 def _occasional_reason(run: Run, ranks: tuple[int, ...], events: pl.DataFrame, subject: Subject) -> Reason | None:

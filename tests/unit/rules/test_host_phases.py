@@ -99,9 +99,11 @@ def test_recorded_phases_are_the_first_finding_and_cost_what_they_take(name):
     finding = engine.check(run).findings[0]
     assert (finding.code, finding.ranks, finding.steps) == (code, ranks, steps)
     assert finding.severity > Severity.INFO
-    began_ns = run.table(breakdown.by_step).filter(rank=ranks[0])["start_ns"].min()
-    within = run.table(host_phases.host_phases).filter(pl.col("start_ns") >= began_ns, rank=ranks[0])
-    assert finding.cost_ns == pytest.approx(within["dur_ns"].sum() / 6, rel=0.1)
+    began = run.table(breakdown.by_step).group_by("rank").agg(began_ns=pl.col("start_ns").min())
+    within = run.table(host_phases.host_phases).join(began, on="rank").filter(pl.col("start_ns") >= pl.col("began_ns"))
+    # In each step ranks wait for the one whose host takes longest.
+    longest = within.group_by("rank", "step").agg(pl.col("dur_ns").sum()).group_by("step").agg(pl.col("dur_ns").max())
+    assert finding.cost_ns == pytest.approx(longest["dur_ns"].sum() / 6, rel=0.05)
 
 
 def test_recorded_compilation_of_the_first_steps_is_warm_up():
@@ -141,7 +143,7 @@ def test_the_case_that_compiles_in_every_step():
 def test_the_case_in_which_one_rank_collects_in_every_second_step():
     report = engine.check(tracekit.load(CASES / "gcstraggler"))
     finding = report.findings[0]
-    assert (finding.code, finding.ranks, finding.severity) == ("RANK005", (1,), Severity.WARNING)
+    assert (finding.code, finding.ranks, finding.severity) == ("RANK005", (1,), Severity.ERROR)
     # Its pauses take 683, 619 and 678 ms of 2,104 ms.
     assert finding.impact == pytest.approx(0.94, abs=0.03)
     assert {"STEP002", "DATA001"} & {finding.code for finding in report.findings} == set()

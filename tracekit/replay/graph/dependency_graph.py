@@ -26,7 +26,7 @@ from tracekit.replay.graph import contraction, filled_devices, trace_graph
 from tracekit.replay.graph.nodes import SHARED_WAITS_NODES, WORK, HostSpan, NodeTable, shared_waits
 from tracekit.sync import alignment, collective_matching
 
-START_ORDER, COLLECTIVE, RELEASE, QUEUE = "start_order", "collective", "release", "queue"
+START_ORDER, COLLECTIVE, RELEASE, QUEUE, SYNC = "start_order", "collective", "release", "queue", "sync"
 _FAR = -(1 << 60)
 _T = TypeVar("_T", "Graph", "Edges")
 _ROUNDS = 200
@@ -130,6 +130,20 @@ class Graph:
         changed = self.own_ns.copy()
         changed[nodes] = own_ns
         return replace_unequal(self, own_ns=changed)
+
+    def with_chain(self, chain_ns: Ints) -> "Graph":
+        """Return the graph with other least times between a node and the one before it on its thread or stream.
+
+        On a CPU run, a call that follows a wait starts as much earlier after what it waited for.
+        """
+        if self.on_device:
+            return replace_unequal(self, chain_ns=chain_ns)
+        edges = self.edges
+        after_wait = np.flatnonzero((edges.kind == SYNC) & (edges.waiting < self.count))
+        calls, lag_ns = edges.waiting[after_wait], edges.lag_ns.copy()
+        earlier_ns = np.maximum(self.chain_ns[calls] - chain_ns[calls], 0)
+        lag_ns[after_wait] = np.maximum(lag_ns[after_wait] - earlier_ns, 0)
+        return replace_unequal(self, chain_ns=chain_ns, edges=replace_unequal(edges, lag_ns=lag_ns))
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,7 +30,6 @@ LIMIT = 0.5
 MIN_TRIALS = 6
 """With fewer, no two of the ordered means have 95% of all intervals between them."""
 
-_SYNC = "sync"
 _NORMAL_QUANTILE = 1.96
 _MOST_SAMPLES = 1000
 _MOST_RANKS = 1 << 24
@@ -183,7 +182,7 @@ def with_delays(graph: Graph, place: str, nodes: Ints, delay_ns: int) -> Graph:
     wait, at the place collective, the collective goes on meanwhile. On a GPU, the node is the waiting call itself.
     """
     has_wait_before = place != conventions.COLLECTIVE_PLACE and not graph.on_device
-    is_after_wait = np.isin(nodes, graph.edges.waiting[graph.edges.kind == _SYNC]) & has_wait_before
+    is_after_wait = np.isin(nodes, graph.edges.waiting[graph.edges.kind == dependency_graph.SYNC]) & has_wait_before
     chain_ns = graph.chain_ns.copy()
     chain_ns[nodes[~is_after_wait]] += delay_ns
     waiting = nodes[is_after_wait]

@@ -18,7 +18,7 @@ from tracekit.model.run import Run
 from tracekit.model.sweep_line import Ints
 from tracekit.replay.graph import savings
 from tracekit.replay.graph.causes import collectives, contention, device_time, host
-from tracekit.replay.graph.dependency_graph import Edges, Graph, InsufficientDataError, edges, sort_topologically
+from tracekit.replay.graph.dependency_graph import SYNC, Edges, Graph, InsufficientDataError, edges, sort_topologically
 
 HSDP = table.HSDP.name
 _ASSUMED = (
@@ -33,7 +33,7 @@ _BUFFERS = (
 _COPIES = "copies into and out of gathered buffers, which the new strategy may add, not included"
 _COPYING = r"copy_in|copy_out"
 SLOWEST = 0.01
-_EVENT, _SYNC = "event", "sync"
+_EVENT = "event"
 _NS = 1e9
 
 
@@ -325,7 +325,7 @@ def _waits_for_reductions(graph: Graph, reduced: pl.DataFrame, reductions: dict[
     waiting: list[int] = []
     awaited: list[int] = []
     candidates = np.flatnonzero(
-        np.isin(waits.kind, (_EVENT, _SYNC)) & (waits.awaited >= 0) & (waits.waiting < graph.count)
+        np.isin(waits.kind, (_EVENT, SYNC)) & (waits.awaited >= 0) & (waits.waiting < graph.count)
     )
     for (of_rank, of_lane), lane_calls in reduced.group_by("rank", "lane", maintain_order=True):
         turns, done = lane_calls["turn"].to_numpy(), lane_calls["done"].to_numpy()

@@ -267,7 +267,7 @@ def without_late_ranks(graph: Graph) -> Graph:
         np.minimum(edges.waiting, graph.count - 1)
     ]
     released = replace(edges, lag_ns=np.where(begins, 0, edges.lag_ns))
-    return replace(graph, own_ns=own_ns, chain_ns=chain_ns, edges=released)
+    return replace(graph, own_ns=own_ns, edges=released).with_chain(chain_ns)
 
 
 def with_late_ranks(table: pl.DataFrame, ranks: tuple[int, ...]) -> pl.DataFrame:

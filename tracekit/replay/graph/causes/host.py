@@ -245,8 +245,8 @@ def with_shorter_gaps(graph: Graph, by_ns: Ints, *, before_window: bool = False)
     lag_ns = edges.lag_ns.copy()
     least_ns = np.where(before_window, lag_ns[released] - earlier_ns, np.minimum(lag_ns[released], 0))
     lag_ns[released] = np.maximum(lag_ns[released] - earlier_ns, least_ns)
-    chain_ns = np.maximum(chain_ns, 0)
-    return replace_unequal(graph, chain_ns=chain_ns, edges=replace_unequal(edges, lag_ns=lag_ns))
+    earlier_released = replace_unequal(graph, edges=replace_unequal(edges, lag_ns=lag_ns))
+    return earlier_released.with_chain(np.maximum(chain_ns, 0))
 
 
 def with_zero_time(graph: Graph, which: Flags) -> Graph:

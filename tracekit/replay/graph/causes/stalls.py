@@ -130,7 +130,8 @@ def as_in_other_steps(graph: Graph, ranks: Iterable[int], steps: Iterable[tuple[
     changed = {name: values.copy() for name, values in times.items()}
     for name, values in changed.items():
         values[: graph.count] = shorter[name].to_numpy()
-    return replace(graph, own_ns=changed["own"], chain_ns=changed["chain"], launch_ns=changed["lag"])
+    shorter_work = replace(graph, own_ns=changed["own"], launch_ns=changed["lag"])
+    return shorter_work.with_chain(changed["chain"])
 
 
 OCCASIONAL_STRAGGLER = Cause(

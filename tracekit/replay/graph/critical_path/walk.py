@@ -8,13 +8,13 @@ import polars as pl
 
 from tracekit.model.sweep_line import Flags, Ints
 from tracekit.replay.graph import dependency_graph
-from tracekit.replay.graph.dependency_graph import COLLECTIVE, RELEASE, START_ORDER, Edges, Graph
+from tracekit.replay.graph.dependency_graph import COLLECTIVE, QUEUE, RELEASE, START_ORDER, SYNC, Edges, Graph
 from tracekit.replay.graph.nodes import HOST, WAIT, WORK
 from tracekit.sync import collective_matching
 
 NEVER = np.iinfo(np.int64).max // 4
 """From this time on a latest end means that nothing before the deadline waits for the node."""
-HOST_ORDER, STREAM, LAUNCH, SYNC, QUEUE = "host_order", "stream", "launch", "sync", "queue"
+HOST_ORDER, STREAM, LAUNCH = "host_order", "stream", "launch"
 _TIE_ORDER = (
     SYNC, QUEUE, COLLECTIVE, "event", "communicator", "resources", STREAM, HOST_ORDER, START_ORDER, LAUNCH, RELEASE,
 )  # fmt: skip
