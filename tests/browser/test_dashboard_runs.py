@@ -78,6 +78,7 @@ def test_runs_are_listed_looked_through_checked_opened_and_compared(page, server
     find.fill("ddp")
     find.press("Enter")
     expect(page.locator(".tk-title span")).not_to_have_text(re.compile("1 of 8"))
+    expect(page.locator(".tk-headline")).not_to_contain_text("runs checked")
     select(page, "good")
     expect(_button(page, "Open this run")).to_be_enabled()
     select(page, "hostile")
