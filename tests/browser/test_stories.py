@@ -76,7 +76,7 @@ def list_runs(page, server):
     """Open the dashboard, and wait until no row moves: each run has its verdict."""
     page.goto(server.url)
     expect(page.locator(".tk-title b").filter(has_text="Runs")).to_be_visible()
-    expect(page.locator(".tk-headline")).not_to_contain_text("Checking")
+    expect(page.locator(".tk-headline")).not_to_contain_text("runs checked")
     settle(page)
 
 
