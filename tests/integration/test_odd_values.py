@@ -390,6 +390,77 @@ def test_one_operator_in_a_hundred_may_be_too_long(recording, by_us, tmp_path):
     assert "bad_durations" in quality(report)
 
 
+OUTLASTING_US = 3e7
+
+
+@pytest.mark.parametrize(
+    ("recording", "category"),
+    others_in_accuracy(
+        [(recording, category) for recording in RECORDINGS for category in ("user_annotation", "cpu_op")],
+        [("GPU, compiled", "user_annotation")],
+    ),
+)
+def test_slices_of_the_host_that_end_after_the_profiler_stopped_are_left_out(recording, category, tmp_path):
+    traces = read(RECORDINGS[recording])
+    events = next(iter(traces.values()))["traceEvents"]
+    places = [place for place in places_of(traces, (category,)) if "ProfilerStep" not in events[place]["name"]]
+    place = random.Random(2).choice(places)
+    odd = changed(traces, [place], lambda event: [event | {"dur": float(event["dur"]) + OUTLASTING_US}])
+    said, report = judge(odd, tmp_path / "odd")
+    assert said == judge(changed(traces, [place], lambda event: []), tmp_path / "without")[0]
+    assert "bad_durations" in quality(report)
+
+
+@pytest.mark.parametrize("which", [0, -1])
+@pytest.mark.parametrize("recording", others_in_accuracy(["GPU, compiled", "CPU, FSDP2"], ["GPU, compiled"]))
+def test_a_mark_of_a_step_that_ends_after_the_profiler_stopped_is_no_stall(recording, which, tmp_path):
+    traces = read(RECORDINGS[recording])
+    events = next(iter(traces.values()))["traceEvents"]
+    marks = [place for place in places_of(traces, ("user_annotation",)) if "ProfilerStep" in events[place]["name"]]
+    place = sorted(marks, key=lambda mark: float(events[mark]["ts"]))[which]
+    odd = changed(traces, [place], lambda event: [event | {"dur": float(event["dur"]) + OUTLASTING_US}])
+    said, report = judge(odd, tmp_path)
+    expected = unchanged(recording)[0]
+    assert [(row["step"], row["rank"]) for row in said["summary"]] == [
+        (row["step"], row["rank"]) for row in expected["summary"]
+    ]
+    assert {finding["code"] for finding in said["findings"]} == {finding["code"] for finding in expected["findings"]}
+    assert "bad_durations" in quality(report)
+
+
+def test_without_the_time_at_which_the_profiler_stopped_a_long_last_annotation_stays(tmp_path):
+    """The host may have stalled while the profiler recorded."""
+    events = [slice_("cpu_op", "aten::mm", 100 + 50 * number, 40, tid=1) for number in range(20)]
+    events.append(slice_("user_annotation", "evaluate", 1_100, 3e6, tid=1))
+    stop = {"ph": "i", "name": "Record Window End", "pid": "", "tid": "", "ts": 1_200, "s": "g"}
+    for name, written in {"open": events, "stopped": [*events, stop]}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({"traceEvents": written, "baseTimeNanoseconds": 0}))
+    assert "evaluate" in reader.read(str(tmp_path / "open.json"), rank=0).ops["name"]
+    assert "evaluate" not in reader.read(str(tmp_path / "stopped.json"), rank=0).ops["name"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_collective_of_a_backends_thread_that_contains_later_ones_is_left_out(seed, tmp_path):
+    """Gloo's thread runs one at a time; it may overlap the thread that computes."""
+    chance, events, at_us = random.Random(seed), [], 1_000.0
+    for _ in range(12):
+        compute_us, transfer_us = chance.uniform(500, 900), chance.uniform(100, 300)
+        events.append(slice_("cpu_op", "aten::mm", at_us, compute_us, tid=1))
+        at_us += compute_us
+        events.append(slice_("user_annotation", "gloo:all_reduce", at_us + 10, transfer_us, tid=2))
+        at_us += transfer_us + 20
+    collectives = [place for place, event in enumerate(events) if event["tid"] == 2]
+    odd = chance.choice(collectives[:-4])
+    kept = [event for place, event in enumerate(events) if place != odd]
+    events[odd] = events[odd] | {"dur": 8_000.0}
+    for name, written in {"odd": events, "without": kept}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({"traceEvents": written, "baseTimeNanoseconds": 0}))
+    traces = {name: reader.read(str(tmp_path / f"{name}.json"), rank=0) for name in ("odd", "without")}
+    times = ["start_ns", "dur_ns"]
+    assert traces["odd"].activities.select(times).equals(traces["without"].activities.select(times))
+    assert "bad_durations" in traces["odd"].data_quality["kind"]
+
+
 def test_ends_that_cross_by_rounding_are_right(tmp_path):
     """An operator that takes 25 times as long as usual, and ends 100 ns after the one around it."""
     events = []

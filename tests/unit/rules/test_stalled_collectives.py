@@ -1,5 +1,6 @@
 """Single collectives that take far longer than usual, on drawn timelines and in simulated runs."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import polars as pl
@@ -44,6 +45,30 @@ def test_a_collective_that_waits_for_a_late_rank_does_not_stall():
     late = all_reduce_run(*[2] * 7, late={(1, 4): 58})
     assert judge(late) == ()
     assert late.table(stalled_collectives.stalled_calls).is_empty()
+
+
+def test_a_collective_that_one_rank_lacks_takes_as_long_as_others_with_their_wait():
+    late = {(1, step): 58 for step in range(1, 7)}
+    whole = all_reduce_run(*[2] * 7, late=late)
+    lacking = next(trace for trace in whole.traces() if trace.rank == 1)
+    last = lacking.collectives.sort("activity_id").tail(1)["activity_id"][0]
+    collectives = lacking.collectives.filter(pl.col("activity_id") != last)
+    activities = lacking.activities.filter(pl.col("id") != last)
+    others = [trace for trace in whole.traces() if trace.rank != 1]
+    run = drawn_traces.run(*others, replace(lacking, collectives=collectives, activities=activities))
+    assert run.table(stalled_collectives.stalled_calls).is_empty()
+    # A collective that lasts longer than they do with it stalls, whoever lacks it.
+    longer = all_reduce_run(2, 2, 2, 2, 2, 2, 600, late={(1, step): 58 for step in range(1, 6)}, ranks=(0,))
+    rest = all_reduce_run(2, 2, 2, 2, 2, 2, 600, late={(1, step): 58 for step in range(1, 6)}, ranks=(1,))
+    (second,) = rest.traces()
+    last = second.collectives.sort("activity_id").tail(1)["activity_id"][0]
+    second = replace(
+        second,
+        collectives=second.collectives.filter(pl.col("activity_id") != last),
+        activities=second.activities.filter(pl.col("id") != last),
+    )
+    run = drawn_traces.run(*longer.traces(), second)
+    assert run.table(stalled_collectives.stalled_calls)["ranks"].to_list() == [[0]]
 
 
 def test_without_the_trace_of_a_member_it_is_unknown_whether_a_rank_came_late(wording):

@@ -74,6 +74,7 @@ def stalled_calls(run: Run) -> pl.DataFrame:
         pl.col("transfer_ns") >= _MIN_RATIO * most_ns,
         pl.col("transfer_ns") >= _TAIL_RATIO * pl.col("tail_ns").fill_null(0),
     )
+    usual = _without_usual_waits(run, usual)
     if usual.is_empty():
         return schema.empty(CALL_COLUMNS)
     excess_ns = pl.col("transfer_ns") - pl.col("usual_ns")
@@ -126,9 +127,27 @@ def _classify_calls(run: Run) -> pl.DataFrame:
     return ordered.with_columns(
         nth,
         is_first.alias("is_first"),
+        (pl.col("ranks").list.len() < pl.col("ranks").list.len().max().over(_GROUP)).alias("is_partial"),
         pl.when(is_unsized).then(nth).alias("unsized_place"),
         pl.when(is_unsized).then(pl.len().over(*_ONE, *_SIZED)).alias("unsized_calls"),
     ).with_row_index("row")
+
+
+def _without_usual_waits(run: Run, long: pl.DataFrame) -> pl.DataFrame:
+    """Leave out collectives that ranks lack, and that last no longer than others do with the wait for these.
+
+    A rank whose call was not recorded, or could not be matched, may have arrived late, as it does elsewhere.
+    """
+    if not long["is_partial"].any():
+        return long
+    same = ["window", "rank", "group", "op", "dtype", "bytes"]
+    calls = run.table(collective_matching.calls).with_columns(lasted_ns=pl.col("end_ns") - pl.col("start_ns"))
+    others = long.select("row", "activity_id", *same).join(calls, on=same, nulls_equal=True, suffix="_of_other")
+    others = others.filter(pl.col("activity_id") != pl.col("activity_id_of_other"))
+    usual = others.group_by("row").agg(with_waits_ns=pl.col("lasted_ns").quantile(_USUAL_QUANTILE, "higher"))
+    compared = long.join(usual, on="row", how="left", maintain_order="left")
+    is_usual = pl.col("is_partial") & (pl.col("dur_ns") < _MIN_RATIO * pl.col("with_waits_ns"))
+    return compared.filter(~is_usual.fill_null(value=False)).drop("with_waits_ns")
 
 
 def _of_others(calls: pl.DataFrame, candidates: pl.DataFrame, key: list[str]) -> pl.DataFrame:

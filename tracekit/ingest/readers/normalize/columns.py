@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import compress, islice
 from operator import attrgetter
@@ -19,6 +19,8 @@ from tracekit.ingest.readers.normalize.numbers import Ints
 
 _COLLECTIVE_SLICE = re.compile(r"record_param_comms|(?:c10d|_c10d_functional)::|[A-Za-z]\w*:[a-z_]")
 _MEMORY = "[memory]"
+_END_OF_RECORDING = "Record Window End"
+"""Name of the instant at which PyTorch's profiler stopped."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,8 @@ class ColumnBuilder:
     has_several_ranks: bool | None = None
     unknown: int = 0
     unmatched: int = 0
+    recorded_until_ns: int | None = None
+    """When the profiler stopped, of several ranks the last; None where no event says so."""
     _names: Codes = field(default_factory=Codes)
     _threads: Codes = field(default_factory=Codes)
     thread_names: dict[tuple[str | None, str | None], str] = field(default_factory=dict)
@@ -138,21 +142,20 @@ class ColumnBuilder:
         device = self._device_part(*_of_places(slices, place, event_categories.FIRST_DEVICE, event_categories.SYNC))
         syncs = self._sync_part(_of_places(slices, place, event_categories.SYNC, event_categories.UNUSED)[0])
         unknown = self._device_part(*_of_places(slices, place, event_categories.UNKNOWN, _ALL_PLACES))
-        memory = self._memory_part([e for e in _of_kinds(events.INSTANTS, by_kind, batch) if e.name == _MEMORY])
+        instants = _of_kinds(events.INSTANTS, by_kind, batch)
+        memory = self._memory_part([e for e in instants if e.name == _MEMORY])
+        stop_ns = self.clock.ns([e.ts for e in instants if e.name == _END_OF_RECORDING])
         halves = _of_kinds(events.HALVES, by_kind, batch)
         half_ns = self.clock.ns([e.ts for e in halves])
         if host is None or device is None or memory is None or syncs is None or unknown is None or half_ns is None:
             return None
+        if stop_ns is None:
+            return None
+        for at_ns in stop_ns[stop_ns != numbers.BAD].tolist():
+            self.recorded_until_ns = max(at_ns, self.recorded_until_ns or at_ns)
         self.unknown += int(np.count_nonzero(place == event_categories.UNKNOWN))
         self._pairs += halves
-        for event in by_kind.get(events.Metadata, ()):
-            args = event.args or _NO_ARGS
-            if event.name == "thread_name" and args.name is not None:
-                self.thread_names[_text(event.pid), _text(event.tid)] = str(args.name)
-            elif event.name == "process_name" and args.name is not None:
-                self.process_names[_text(event.pid)] = str(args.name)
-            elif event.name == "process_labels" and args.labels is not None:
-                self.process_labels[_text(event.pid)] = str(args.labels)
+        self._take_names(by_kind.get(events.Metadata, ()))
         spellings = list(self._categories)
         for code, n in enumerate(np.bincount(category).tolist()):
             if n:
@@ -161,6 +164,16 @@ class ColumnBuilder:
             if event_kind not in events.SLICES:
                 _count_kind(self.counts, event_kind, kind_batch)
         return host, device, memory, syncs, unknown
+
+    def _take_names(self, metadata: Iterable[Any]) -> None:
+        for event in metadata:
+            args = event.args or _NO_ARGS
+            if event.name == "thread_name" and args.name is not None:
+                self.thread_names[_text(event.pid), _text(event.tid)] = str(args.name)
+            elif event.name == "process_name" and args.name is not None:
+                self.process_names[_text(event.pid)] = str(args.name)
+            elif event.name == "process_labels" and args.labels is not None:
+                self.process_labels[_text(event.pid)] = str(args.labels)
 
     def _categorize(self, categories: list[Any]) -> tuple[Ints, npt.NDArray[np.uint8]]:
         """Return the code of each slice's category, and its place."""

@@ -139,7 +139,7 @@ def _odd(events: Events, odd: OddValues) -> Iterator[Row]:
         longest = max(odd.overlong, key=lambda event: event.dur_ns)
         message = (
             f"{units.count(len(odd.overlong), 'event')} with a wrong duration left out: the longest, "
-            f"{longest.name[:_LONGEST_NAME]}, would take {units.duration(longest.dur_ns)} and contain what follows it."
+            f"{longest.name[:_LONGEST_NAME]}, would take {units.duration(longest.dur_ns)}, against what follows it."
         )
         yield "bad_durations", message, len(odd.overlong) / total
     if odd.unplaced:

@@ -67,6 +67,8 @@ class Events:
     unknown_collectives: list[CollectiveArgs] = field(default_factory=list)
     process_names: dict[str | None, str] = field(default_factory=dict)
     process_labels: dict[str | None, str] = field(default_factory=dict)
+    recorded_until_ns: int | None = None
+    """When the profiler stopped; None where the file does not say so."""
     issues: tuple[tuple[str, str, float], ...] = ()
     """Further data-quality issues: kind, message and affected share."""
 
@@ -103,5 +105,6 @@ def of_columns(
         damage=damage or Damage(),
         clock=builder.clock,
         read_bytes=read_bytes,
+        recorded_until_ns=builder.recorded_until_ns,
         issues=issues,
     )

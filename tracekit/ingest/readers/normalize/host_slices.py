@@ -139,7 +139,8 @@ def build(frame: pl.DataFrame, distinct: pl.Series, inputs: list[OpInputs], lane
     )
     parent, late, around = nesting.parents_and_crossings(lane, start, start + dur)
     marked = (kind == _KIND["annotation"]) | (kind == _KIND["cpu_op"])
-    host_steps = steps.find(names_info, name_id, marked, start, start + dur, lost_steps)
+    is_operator = kind == _KIND["cpu_op"]
+    host_steps = steps.find(names_info, name_id, marked, is_operator, start, start + dur, lost_steps)
     is_span = names_info.span.is_not_null().to_numpy()[name_id] & (kind == _KIND["annotation"])
     return Host(
         names=names_info,

@@ -36,6 +36,8 @@ _DEVICE_WAIT = r"^(cuda|hip)DeviceSynchronize$|^cuCtxSynchronize$"
 """Calls that return when all work of the device that was launched before has ended."""
 _MOST_UNAWAITED_RATIO, _FEW_UNAWAITED = 0.01, 3
 """Share of a device's activities from which on its clock differs from the host's; of short recordings, so many."""
+_LEAST_OUTLASTING_NS = 1_000_000
+"""In 35 recordings of nine programs no slice of the host ends after the profiler stopped; clocks may be rounded."""
 _LEAST_OVERLAP_NS = 10_000
 """Times may be rounded to whole µs."""
 _ROUNDING_NS = 1_000
@@ -57,6 +59,20 @@ def without_absurd(slices: Slices, names: pl.Series, odd: OddValues) -> Slices:
         return slices
     is_absurd = dur > max(LONGEST_NS, LONGEST_SPANS * int(start.max() - start.min()))
     return _without_overlong(slices, is_absurd[:hosts], is_absurd[hosts:], names, odd)
+
+
+def without_outlasting(slices: Slices, names: pl.Series, odd: OddValues, recorded_until_ns: int | None) -> Slices:
+    """Leave out slices of the host that end after the profiler stopped, when it ends all that is open.
+
+    Unless many do: then the clock of that moment is another one.
+    """
+    host = slices.host
+    if host.is_empty() or recorded_until_ns is None:
+        return slices
+    is_late = (host["start_ns"] + host["dur_ns"]).to_numpy() > recorded_until_ns + _LEAST_OUTLASTING_NS
+    if not is_late.any() or is_late.sum() > max(_MOST_UNAWAITED_RATIO * len(is_late), _FEW_UNAWAITED):
+        return slices
+    return _without_overlong(slices, is_late, np.zeros(slices.device.height, bool), names, odd)
 
 
 def without_overlong_work(slices: Slices, names: pl.Series, odd: OddValues) -> Slices:
@@ -170,8 +186,9 @@ def overlong_calls(host: Host, work_end_ns: int) -> Flags:
     """Flag host slices whose duration contradicts others, and is ten times that of the same call elsewhere.
 
     They end after the slice in which they began, and contain what follows on the thread: slices of a thread nest. They
-    contain operators that stand next to such a call elsewhere, and in no other one. Or they contain all that follows on
-    the thread, and end long after all others and the device's work (`work_end_ns`).
+    contain operators that stand next to such a call elsewhere, and in no other one. They are collectives of a thread of
+    the backend, and contain later ones of it. Or they contain all that follows on the thread, and end long after all
+    others and the device's work (`work_end_ns`).
     """
     flags = np.zeros(len(host.row), bool)
     times = _times_as_long(host)
@@ -179,7 +196,8 @@ def overlong_calls(host: Host, work_end_ns: int) -> Flags:
     late, crossing = np.unique(leaving), _worse_of_crossing(host, times, flags)
     lasting = np.flatnonzero(host.end_ns > host.start_ns.max()) if len(flags) else late
     # The profiler closes what is open when it stops, such as an annotation around the hook that stops it.
-    late, swallowing = np.setdiff1d(late, lasting), _swallowing_operators(host, times)
+    late = np.setdiff1d(late, lasting)
+    swallowing = np.union1d(_swallowing_operators(host, times), _swallowing_collectives(host))
     lasting = lasting[~host.is_kind("annotation")[lasting]]
     candidates = functools.reduce(np.union1d, (late, swallowing, lasting, crossing))
     if not len(candidates):
@@ -326,6 +344,13 @@ def _swallowing_operators(host: Host, times: npt.NDArray[np.float64]) -> Ints:
     is_foreign = (call_count <= most) & np.isin(as_sibling, pair) & is_long[outer]
     operators, foreign_count = np.unique(outer[first[is_foreign[first]]], return_counts=True)
     return operators[foreign_count >= _FOREIGN_CHILDREN]
+
+
+def _swallowing_collectives(host: Host) -> Ints:
+    """Collectives during which several later ones of their thread begin: a thread of a backend runs one at a time."""
+    places = np.flatnonzero(host.names.runs_collective[host.name_id] & host.is_kind("annotation"))
+    dur_ns = host.end_ns[places] - host.start_ns[places]
+    return places[_swallows(host.lane[places], host.start_ns[places], dur_ns)]
 
 
 def _longest_by(keys: Ints, dur: Ints, usual: Flags) -> Ints:

@@ -12,13 +12,14 @@ from tracekit.ingest.readers.normalize.odd_slices import KIND, OddValues, Slices
 from tracekit.model.nesting import Flags
 
 
-def without_odd_values(slices: Slices, names: pl.Series, odd: OddValues) -> Slices:
-    """Return the slices without odd ones, which are counted in `odd`."""
+def without_odd_values(slices: Slices, names: pl.Series, odd: OddValues, recorded_until_ns: int | None) -> Slices:
+    """Return the slices without odd ones, which are counted in `odd`; the profiler stopped at `recorded_until_ns`."""
     slices = odd_units.with_durations_in_unit(slices, odd)
     slices = _without_repeated(slices, odd)
     slices = odd_times.without_distant(slices, odd)
     slices = odd_times.without_shifted_kinds(slices, odd)
     slices = odd_durations.without_absurd(slices, names, odd)
+    slices = odd_durations.without_outlasting(slices, names, odd, recorded_until_ns)
     slices = odd_durations.without_crossing_calls(slices, names, odd)
     slices = odd_times.in_launch_order(slices, odd)
     slices = odd_durations.without_overlong_work(slices, names, odd)

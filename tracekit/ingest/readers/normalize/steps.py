@@ -56,7 +56,9 @@ class Steps:
         return np.where((index >= 0) & (times < self.end_ns[np.maximum(index, 0)]), index, -1)
 
 
-def find(names: HostNames, name_id: Ints, marked: Flags, start: Ints, end: Ints, lost: Ints) -> Steps:
+def find(
+    names: HostNames, name_id: Ints, marked: Flags, is_operator: Flags, start: Ints, end: Ints, lost: Ints
+) -> Steps:
     """Return the steps that slices mark; `name_id` is each slice's name, `marked` whether it may mark a step.
 
     `lost` are the numbers of steps of the profiler whose marks have no usable time.
@@ -82,7 +84,10 @@ def find(names: HostNames, name_id: Ints, marked: Flags, start: Ints, end: Ints,
     step, begins, ends = step[first], start[marks][first], end[marks][first]
     is_wrong = _contradicts(step, ends - begins)
     lost, usable = np.union1d(lost, step[is_wrong]), ~is_wrong
-    return _with_unmarked(step[usable], begins[usable], ends[usable], lost, int(start.min()), int(end.max()))
+    # Outside of operators the profiler waits for the device when it stops; annotations around that stay open.
+    timed = is_operator if is_operator.any() else marked
+    first_ns, last_ns = int(start[timed].min()), int(end[timed].max())
+    return _with_unmarked(step[usable], begins[usable], ends[usable], lost, first_ns, last_ns)
 
 
 def _contradicts(step: Ints, dur: Ints) -> Flags:
@@ -97,7 +102,7 @@ def _with_unmarked(step: Ints, start: Ints, end: Ints, lost: Ints, first_ns: int
     """The steps of marks, and those whose mark is `lost`: the time between the marks before and after it.
 
     A number that is missing between two marks is such a step too where steps follow each other at once. Of the first or
-    last step it is the time from the first slice (`first_ns`) or to the end of the last one (`last_ns`).
+    last step it is the time from the first operator (`first_ns`) or to the end of the last one (`last_ns`).
     """
     pause_ns, typical_ns = start[1:] - end[:-1], np.median(end - start)
     follows = np.diff(step) == 1

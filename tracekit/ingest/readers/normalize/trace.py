@@ -60,7 +60,8 @@ def build_trace(
     base_ns = _base_ns(events.header)
     odd = OddValues()
     timed = Slices(*(_with_times(frame, base_ns, odd) for frame in (events.host, events.device)))
-    timed = odd_values.without_odd_values(timed, events.names, odd)
+    until_ns = None if events.recorded_until_ns is None else events.recorded_until_ns + base_ns
+    timed = odd_values.without_odd_values(timed, events.names, odd, until_ns)
     slices, device = timed.host, timed.device
     odd.untimed_work = events.device.height if device.is_empty() else 0
     threads, lanes = _lanes(events, slices)
