@@ -127,13 +127,15 @@ def _is_together() -> pl.Expr:
 def _solve_window(rank_clocks: pl.DataFrame, ends: pl.DataFrame) -> pl.DataFrame:
     """Return rows of OFFSETS for the ranks of one window, from initial offsets and shared ends."""
     ranks = rank_clocks["rank"].to_numpy()
-    # Relative to the first end: float64 represents ns within a run exactly, but not Unix time in ns.
-    origin = int(ends["end_ns"].min() or 0)  # type: ignore[arg-type]
     rank = np.searchsorted(ranks, ends["rank"].to_numpy())
+    rough_ns = rank_clocks["rough_ns"].to_numpy().astype(np.int64)
+    # On nearly one clock, and relative to the first end: float64 represents ns within a run exactly, but neither Unix
+    # time in ns nor the difference between clocks of which one counts since its host started.
+    roughly_ended_ns, roughly_started_ns = (ends[name].to_numpy() + rough_ns[rank] for name in ("end_ns", "start_ns"))
+    origin = int(roughly_ended_ns.min()) if len(rank) else 0
     _, instance = np.unique(ends["instance"].to_numpy(), return_inverse=True)
-    end_ns = (ends["end_ns"].to_numpy() - origin).astype(np.float64)
-    start_ns = (ends["start_ns"].to_numpy() - origin).astype(np.float64)
-    rough = rank_clocks["rough_ns"].to_numpy().astype(np.float64)
+    end_ns = (roughly_ended_ns - origin).astype(np.float64)
+    start_ns = (roughly_started_ns - origin).astype(np.float64)
     ends_of_rank = np.bincount(rank, minlength=len(ranks))
     is_aligned = ends_of_rank >= clock_offsets.MIN_PAIRS
     # The ends of all-to-alls only limit the clocks, unless a rank shares nothing else.
@@ -142,7 +144,7 @@ def _solve_window(rank_clocks: pl.DataFrame, ends: pl.DataFrame) -> pl.DataFrame
     decides = is_together | ~is_exact[rank]
     decides &= np.bincount(instance, decides)[instance] > 1
     judged = rank[decides], np.unique(instance[decides], return_inverse=True)[1], end_ns[decides]
-    offset = np.where(is_aligned, _refine_offsets(rough, *judged), rough)
+    offset = np.where(is_aligned, _refine_offsets(np.zeros(len(ranks)), *judged), 0.0)
     offset = np.where(is_aligned, _possible_offsets(offset, rank, instance, start_ns, end_ns), offset)
     drift, at_ns = _drifts(len(ranks), offset, *judged)
     correction = offset[rank] + drift[rank] * (end_ns - at_ns[rank])
@@ -157,7 +159,7 @@ def _solve_window(rank_clocks: pl.DataFrame, ends: pl.DataFrame) -> pl.DataFrame
         # A rank that always leaves all-to-alls later looks like a clock that is late: only the limit is certain.
         error_ns = limit[i] if np.isfinite(limit[i]) and not is_exact[i] else min(scatter_ns, limit[i])
         by_ends[i] = int(np.ceil(error_ns))
-    rows = []
+    rows, rough_of = [], rough_ns.tolist()
     for i, number in enumerate(ranks):
         matched_by = ends.filter(pl.col("rank") == number)["matched_by"]
         error = message_error[i]
@@ -167,10 +169,10 @@ def _solve_window(rank_clocks: pl.DataFrame, ends: pl.DataFrame) -> pl.DataFrame
         rows.append(
             {
                 "rank": int(number),
-                "offset_ns": round(offset[i] - offset[first]) if is_linked else 0,
+                "offset_ns": round(offset[i] - offset[first]) + rough_of[i] - rough_of[first] if is_linked else 0,
                 "residual_ns": _error_ns(i, by_ends, message_error, domain) if is_linked else None,
                 "drift": float(drift[i] - drift[first]) if drift[i] or drift[first] else None,
-                "at_ns": round(at_ns[i]) + origin if drift[i] or drift[first] else None,
+                "at_ns": round(at_ns[i]) + origin - rough_of[i] if drift[i] or drift[first] else None,
                 "pairs": int(ends_of_rank[i]),
                 "clock_domain": int(domain[i]),
                 "matched_by": matched_by.mode().sort()[0] if is_aligned[i] else without_ends,

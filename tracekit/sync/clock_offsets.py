@@ -159,7 +159,13 @@ def _compatible(a: _Ints, b: _Ints) -> npt.NDArray[np.bool_]:
 
 def _median_offset(calls: RankCalls, instances: Instances, pairs: _Ints) -> int | None:
     sync = (pairs >= 0) & calls.synchronizing
-    return int(np.median(instances.end_time[pairs[sync]] - calls.end[sync])) if sync.sum() >= MIN_PAIRS else None
+    return _median_ns(instances.end_time[pairs[sync]] - calls.end[sync]) if sync.sum() >= MIN_PAIRS else None
+
+
+def _median_ns(times_ns: _Ints) -> int:
+    """Median of times to the ns: float64 has only 256 ns between clocks that are decades apart."""
+    first_ns = int(times_ns[0])
+    return first_ns + int(np.median(times_ns - first_ns))
 
 
 # Without sequence numbers: by the ends of calls ---------------------------------------------------------------------
@@ -181,7 +187,7 @@ def _offset_by_voting(calls: RankCalls, instances: Instances) -> int | None:
             i = int(np.argmax(counts))
             if counts[i] < MIN_PAIRS:
                 break
-            peaks.append(int(np.median(differences[i : past[i]])))
+            peaks.append(_median_ns(differences[i : past[i]]))
             near = slice(np.searchsorted(differences, differences[i] - scale), past[i])
             counts[near] = 0
     for candidate in sorted(peaks, key=abs):
@@ -221,7 +227,7 @@ def _precision(calls: RankCalls, instances: Instances, pairs: _Ints) -> tuple[fl
     """
     sync = (pairs >= 0) & calls.synchronizing
     difference = instances.end_time[pairs[sync]] - calls.end[sync]
-    refined = int(np.median(difference))
+    refined = _median_ns(difference)
     weight = np.where(_compatible(calls.step[sync], instances.step[pairs[sync]]), 1.0, 0.5)
     sharpness = np.log(_FAR_NS / np.clip(np.abs(difference - refined), _NEAR_NS, _FAR_NS))
     return float((weight * sharpness).sum()), refined

@@ -71,6 +71,22 @@ def test_clocks_hours_apart_are_aligned():
     assert error_ns(run, clocks) == 0
 
 
+@pytest.mark.parametrize("apart_ns", [13 * HOUR_NS + 1, 1_200_000_000 * 1_000 * MS + 7])
+@pytest.mark.parametrize("seed", range(3))
+def test_offsets_are_exact_however_far_apart_clocks_are(seed, apart_ns):
+    """A host may count since it started, another one since 1970."""
+    near = {0: 0, 1: 4_321, 2: -77_777}
+    far = near | {2: near[2] - apart_ns}
+    jobs = {clock: world(3, seed=seed) for clock in ("near", "far")}
+    rows_near, rows_far = (
+        drawn_traces.run(*(job.trace(r, behind_ns=clocks[r], jitter_ns=3 * US) for r in job.ranks)).offsets.sort("rank")
+        for job, clocks in zip(jobs.values(), (near, far), strict=True)
+    )
+    difference = rows_far["offset_ns"] - rows_near["offset_ns"]
+    assert difference.to_list() == [0, 0, -apart_ns]
+    assert rows_far["residual_ns"].to_list() == rows_near["residual_ns"].to_list()
+
+
 def test_windows_that_begin_at_different_steps_are_not_matched_one_step_off():
     job = world(3, steps=8)
     run = drawn_traces.run(

@@ -48,6 +48,8 @@ _LEAST_STEP_OVERLAP_NS = 1_000_000
 """Steps follow each other; in recordings one ends up to 100 µs after the next begins."""
 _CROSSING_RATIOS = {"cpu_op": 0.02, "annotation": 0.2}
 """Share of the overlapping slices of a kind on a thread that may cross: programs close spans in any order."""
+_MESSAGE = r"(?i):i?(send|recv)"
+"""Slices of a backend that wait for one peer, such as gloo:recv."""
 _FOREIGN_CHILDREN, _FOREIGN_RATIO = 3, 0.1
 """Distinct operators within another one that few of its calls contain, and that stand next to such calls elsewhere."""
 
@@ -347,8 +349,12 @@ def _swallowing_operators(host: Host, times: npt.NDArray[np.float64]) -> Ints:
 
 
 def _swallowing_collectives(host: Host) -> Ints:
-    """Collectives during which several later ones of their thread begin: a thread of a backend runs one at a time."""
-    places = np.flatnonzero(host.names.runs_collective[host.name_id] & host.is_kind("annotation"))
+    """Collectives during which several later ones of their thread begin: a thread of a backend runs one at a time.
+
+    Sends and receives may all wait at once.
+    """
+    is_collective = host.names.runs_collective & ~host.names.name.str.contains(_MESSAGE).to_numpy()
+    places = np.flatnonzero(is_collective[host.name_id] & host.is_kind("annotation"))
     dur_ns = host.end_ns[places] - host.start_ns[places]
     return places[_swallows(host.lane[places], host.start_ns[places], dur_ns)]
 
