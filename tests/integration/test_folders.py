@@ -193,6 +193,26 @@ def test_ranks_from_names_are_reported_as_guessed(tmp_path):
     assert kinds(run) == ["rank_guessed"]
 
 
+@pytest.mark.parametrize("size", [2, 5])
+@pytest.mark.parametrize("stated", [0, 1])
+def test_processes_that_all_state_one_rank_have_the_ranks_of_their_names(tmp_path, size, stated):
+    """A header may be written before the process group exists, or copied from another rank."""
+    for rank in range(size):
+        document = trace(stated, start_us=100.0 + 40 * rank, world_size=size, trace_id=f"recording {rank}")
+        write(tmp_path / f"rank{rank}.json", document)
+    run = load(tmp_path)
+    assert run.ranks == tuple(range(size))
+    assert set(kinds(run)) == {"rank_guessed"}
+
+
+def test_copies_of_one_recording_stay_one_rank_whatever_their_names(tmp_path):
+    for rank in range(2):
+        write(tmp_path / f"rank{rank}.json", trace(0, world_size=2, trace_id="one recording"))
+    run = load(tmp_path)
+    assert run.ranks == (0,)
+    assert "duplicate_rank" in kinds(run)
+
+
 @pytest.mark.parametrize(
     ("names", "ranks"),
     [

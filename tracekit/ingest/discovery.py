@@ -196,7 +196,9 @@ def _job(file: File, info: TraceInfo, manifest_folders: Iterable[str]) -> tuple[
 
 def _with_ranks(traces: list[TraceFile], issues: list[QualityIssue]) -> list[TraceFile]:
     """Return the traces with their ranks: by the file's header, else its name, else the order of files."""
+    misstated = _misstated(traces)
     stated = {id(t): rank for t in traces if (rank := t.info.rank if t.job_rank is None else t.job_rank) is not None}
+    stated = {trace_id: rank for trace_id, rank in stated.items() if trace_id not in misstated}
     silent = [t for t in traces if id(t) not in stated]
     named_ranks = _named_ranks(silent)
     free = iter(sorted(set(range(len(traces))) - set(stated.values()) - set(named_ranks.values())))
@@ -206,6 +208,8 @@ def _with_ranks(traces: list[TraceFile], issues: list[QualityIssue]) -> list[Tra
         rank, how = stated.get(id(t)), ""
         if rank is None and (rank := named_ranks.get(t.file.path)) is not None:
             how = f"the trace does not state its rank; rank {rank} is assumed from its name"
+            if id(t) in misstated:
+                how = f"several traces state rank {t.info.rank}; rank {rank} is assumed from its name"
         elif rank is None:
             process = _process(t)
             rank = of_process.get(process) if process else None
@@ -217,6 +221,44 @@ def _with_ranks(traces: list[TraceFile], issues: list[QualityIssue]) -> list[Tra
         is_stated = id(t) in stated or word_rank(t.file) is not None
         ranked.append(replace(t, rank=rank, is_rank_assumed=not is_stated))
     return ranked
+
+
+def _misstated(traces: Sequence[TraceFile]) -> set[int]:
+    """Ids of traces of folders in which recordings of several processes state one rank, while all names differ in it.
+
+    Such a folder is one job, whose world has all ranks of the names: its header may be copied, or written before the
+    process group existed.
+    """
+    misstated: set[int] = set()
+    of_folder: dict[str, list[TraceFile]] = defaultdict(list)
+    for t in traces:
+        of_folder[t.file.folder].append(t)
+    for listed in of_folder.values():
+        named = {rank for t in listed if (rank := word_rank(t.file)) is not None}
+        sizes = {t.info.world_size for t in listed}
+        (size,) = sizes if len(sizes) == 1 else (None,)
+        if (
+            len(named) < len(listed)
+            or size is None
+            or max(named) >= size
+            or any(t.job_rank is not None for t in listed)
+        ):
+            continue
+        of_rank: dict[int | None, list[TraceFile]] = defaultdict(list)
+        for t in listed:
+            of_rank[t.info.rank].append(t)
+        shared = [same for rank, same in of_rank.items() if rank is not None and len(same) > 1]
+        if not any(map(_has_copies, shared)):
+            misstated.update(id(t) for same in shared for t in same)
+    return misstated
+
+
+def _has_copies(traces: Sequence[TraceFile]) -> bool:
+    """Whether two files hold one recording: by its id, else as `_same_recording` says."""
+    recordings = [t.info.recording_id for t in traces]
+    if None not in recordings:
+        return len(set(recordings)) < len(recordings)
+    return any(_same_recording(a, b) for a, b in pairwise(sorted(traces, key=lambda t: t.info.start_ns or 0)))
 
 
 def _process(t: TraceFile) -> tuple[object, ...]:
