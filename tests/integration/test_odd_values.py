@@ -552,6 +552,41 @@ def test_ids_may_be_text(recording, tmp_path):
     assert judge(odd, tmp_path / "text")[0] == unchanged(recording)[0]
 
 
+DRIVER = ("cuda_driver",)
+WITHOUT_NUMBERS = {
+    "work": KERNELS,
+    "calls": CALLS + DRIVER,
+    "both": KERNELS + CALLS + DRIVER,
+    "copies": ("gpu_memcpy", "gpu_memset"),
+}
+
+
+@pytest.mark.parametrize(
+    ("recording", "which"),
+    others_in_accuracy(
+        [(recording, which) for recording in ("GPU, two ranks", "GPU, compiled") for which in WITHOUT_NUMBERS],
+        [("GPU, compiled", "work"), ("GPU, compiled", "both")],
+    ),
+)
+def test_arrows_say_which_call_launched_work_without_a_number(recording, which, tmp_path):
+    traces = read(RECORDINGS[recording])
+    events = next(iter(traces.values()))["traceEvents"]
+    assert any(event.get("cat") == "ac2g" for event in events)
+    places = places_of(
+        traces, (*WITHOUT_NUMBERS[which], *(("cuda_driver",) if CALLS[0] in WITHOUT_NUMBERS[which] else ()))
+    )
+
+    def without_number(event: Event) -> list[Event]:
+        return [event | {"args": {key: value for key, value in event["args"].items() if key != "correlation"}}]
+
+    said, report = judge(changed(traces, places, without_number), tmp_path / "odd")
+    assert said == unchanged(recording)[0]
+    without_arrows = [place for place, event in enumerate(events) if event.get("cat") == "ac2g" or place in set(places)]
+    silent = changed(traces, without_arrows, lambda event: [] if event.get("cat") == "ac2g" else without_number(event))
+    _, blind = judge(silent, tmp_path / "blind")
+    assert quality(blind).keys() - quality(report).keys()  # without both, something is not known
+
+
 @pytest.mark.parametrize("name", ["[memory]", "Stream Wait Event"])
 def test_waits_and_allocations_at_wrong_times_are_left_out(name, tmp_path):
     traces = read(RECORDINGS["GPU, compiled"])

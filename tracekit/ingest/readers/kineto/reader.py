@@ -1,5 +1,6 @@
 """Kineto trace files to Traces: one of a rank, or of each rank in a file that several were merged into."""
 
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ from tracekit.errors import BadTraceError
 from tracekit.ingest.readers import execution_trace
 from tracekit.ingest.readers.execution_trace import ExecutionTrace, ExecutionTraces
 from tracekit.ingest.readers.kineto.scan import Scan
-from tracekit.ingest.readers.normalize import columns, event_tables, unknown_devices
+from tracekit.ingest.readers.normalize import arrows, columns, event_tables, unknown_devices
 from tracekit.ingest.readers.normalize.columns import CollectiveArgs, ColumnBuilder
 from tracekit.ingest.readers.normalize.event_tables import Events
 from tracekit.ingest.readers.normalize.events import HEAD, Event, Flow
@@ -136,11 +137,12 @@ def read_events(path: str, joined: JoinedInputs | None = None) -> Events:
             builder.add(batch if exactly is None else exactly)
     builder.finish()
     read = event_tables.of_columns(builder, source.header, damage=source.damage, read_bytes=source.read_bytes)
-    return unknown_devices.read(read, lambda: _flows(path))
+    find_flows = functools.cache(lambda: _flows(path))
+    return arrows.with_launches(unknown_devices.read(read, find_flows), find_flows)
 
 
 def _flows(path: str) -> pl.DataFrame:
-    """Ends of arrows in a file, columns `unknown_devices.FLOWS`."""
+    """Ends of arrows in a file, columns `arrows.FLOWS`."""
     ends = [event for batch in Scan(path, with_flows=True) for event in batch if isinstance(event, Flow)]
     columns_of = {
         "arrow": [f"{end.cat}/{end.id}" for end in ends],
@@ -149,7 +151,7 @@ def _flows(path: str) -> pl.DataFrame:
         "tid": [None if end.tid is None else str(end.tid) for end in ends],
         "at_ns": Clock().ns([end.ts for end in ends]),
     }
-    return pl.DataFrame(columns_of, schema=unknown_devices.FLOWS)
+    return pl.DataFrame(columns_of, schema=arrows.FLOWS)
 
 
 def read_merged(path: str, *, window: int = 0) -> dict[int, Trace]:

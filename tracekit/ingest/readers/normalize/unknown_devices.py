@@ -13,14 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from tracekit.ingest.readers.normalize import communication_kernels, event_categories, numbers
+from tracekit.ingest.readers.normalize import communication_kernels, event_categories
+from tracekit.ingest.readers.normalize.arrows import Arrows, HostSlices, meeting
 from tracekit.ingest.readers.normalize.columns import CollectiveArgs
 from tracekit.ingest.readers.normalize.event_tables import Events
 from tracekit.ingest.readers.normalize.numbers import Ints
 from tracekit.model import units
-
-FLOWS = {"arrow": pl.String, "is_head": pl.Boolean, "pid": pl.String, "tid": pl.String, "at_ns": pl.Int64}
-"""Ends of arrows: the arrow's category and id, whether it is the head, and the thread and time of the end."""
 
 _DEVICE = re.compile(
     r"(?i)(?<![a-z])([gnxhtid]pu|mlu|gcu|dcu|mtia|gaudi|ascend|neuron(core)?|accelerator|device|hardware)(?![a-z])"
@@ -35,7 +33,6 @@ _LINKED = 0.5
 """Share of a thread's slices to which arrows lead: all but those that others launched before the recording."""
 _CONTAINED = 0.9
 _MOST_LANES = 64
-_MOST_CLIMBS = 64
 _LEAST_DOUBTFUL = 0.02
 """Share of the time of the recording in which slices of unknown processes make it doubtful where the work ran."""
 _KERNEL, _MEMCPY, _MEMSET = (event_categories.DEVICE_KINDS.index(kind) for kind in ("kernel", "memcpy", "memset"))
@@ -59,13 +56,13 @@ class _Lane:
 def read(events: Events, find_flows: Callable[[], pl.DataFrame]) -> Events:
     """Events with the work of unknown devices, and the calls that launch it, in place of unknown slices.
 
-    `find_flows` returns the ends of arrows in the file, columns FLOWS. Where slices may be device work, but nothing
-    shows it, and no other device work was recorded, an issue says that the run cannot be judged.
+    `find_flows` returns the ends of arrows in the file, columns `arrows.FLOWS`. Where slices may be device work, but
+    nothing shows it, and no other device work was recorded, an issue says that the run cannot be judged.
     """
     if events.unknown.is_empty():
         return events
     flows = find_flows()
-    arrows = _Arrows(events, flows)
+    arrows = Arrows(events, flows)
     lanes = list(_lanes(events, arrows))
     streams = _without_summaries(events, [lane for lane in lanes if lane.is_device])
     if not streams:
@@ -81,33 +78,7 @@ def read(events: Events, find_flows: Callable[[], pl.DataFrame]) -> Events:
 # Which threads are streams ------------------------------------------------------------------------------------------
 
 
-class _Arrows:
-    """Arrows between slices, each by the thread and time of its ends."""
-
-    def __init__(self, events: Events, flows: pl.DataFrame) -> None:
-        index = pl.DataFrame(
-            {
-                "pid": [pid for pid, _ in events.threads],
-                "tid": [tid for _, tid in events.threads],
-                "lane": np.arange(len(events.threads), dtype=np.int64),
-            },
-            schema_overrides={"pid": pl.String, "tid": pl.String},
-        ).unique(["pid", "tid"], keep="first")
-        placed = flows.filter(pl.col("at_ns") != numbers.BAD).join(index, on=["pid", "tid"])
-        heads, tails = placed.filter("is_head"), placed.filter(~pl.col("is_head"))
-        joined = heads.join(tails.unique("arrow"), on="arrow", suffix="_tail")
-        self._table = joined.filter(pl.col("pid").ne_missing(pl.col("pid_tail")))
-
-    def to(self, lane: int) -> pl.DataFrame:
-        """Arrows to a thread from other processes, by the time of their heads."""
-        return self._table.filter(pl.col("lane") == lane).sort("at_ns")
-
-    def tails_of(self, lanes: set[int]) -> list[int]:
-        """Threads that arrows to some threads come from."""
-        return self._table.filter(pl.col("lane").is_in(list(lanes)))["lane_tail"].unique().to_list()
-
-
-def _lanes(events: Events, arrows: _Arrows) -> Iterator[_Lane]:
+def _lanes(events: Events, arrows: Arrows) -> Iterator[_Lane]:
     host_processes = {events.threads[index][0] for index in events.host["lane"].unique().to_list()}
     host_threads = {events.threads[index][1] for index in events.host["lane"].unique().to_list()}
     lane, start_ns = events.unknown["lane"].to_numpy(), events.unknown["start_ns"].to_numpy()
@@ -192,7 +163,7 @@ _MOST_STREAM = 2**62
 
 
 def _with_work(
-    events: Events, arrows: _Arrows, streams: list[_Lane], calls: list[_Lane], left_out: list[_Lane]
+    events: Events, arrows: Arrows, streams: list[_Lane], calls: list[_Lane], left_out: list[_Lane]
 ) -> Events:
     rows = np.concatenate([lane.rows for lane in streams])
     names = events.names.gather(events.unknown["name"].gather(rows))
@@ -283,7 +254,7 @@ def _as_calls(events: Events, rows: Ints) -> pl.DataFrame:
 
 
 def _with_calls(
-    events: Events, arrows: _Arrows, host: pl.DataFrame, rows: Ints, lane: npt.NDArray[np.int32]
+    events: Events, arrows: Arrows, host: pl.DataFrame, rows: Ints, lane: npt.NDArray[np.int32]
 ) -> tuple[pl.DataFrame, Ints, Ints]:
     """Host slices with numbers, and for each piece of work the number of its call and of its operator.
 
@@ -297,16 +268,14 @@ def _with_calls(
         event_categories.RUNTIME: (correlation, host["correlation"].to_numpy().copy()),
         event_categories.CPU_OP: (external_id, host["external_id"].to_numpy().copy()),
     }
-    around = _Slices(host)
+    around = HostSlices(host)
     for index in np.unique(lane).tolist():
         incoming = arrows.to(index)
         work = np.flatnonzero(lane == index)
         work = work[np.argsort(start_ns[work], kind="stable")]
-        place = np.searchsorted(start_ns[work], incoming["at_ns"].to_numpy())
-        meets = place < len(work)
-        meets[meets] = start_ns[work][place[meets]] == incoming["at_ns"].to_numpy()[meets]
-        issuers = around.at(incoming["lane_tail"].to_numpy()[meets], incoming["at_ns_tail"].to_numpy()[meets])
-        for piece, issuer in zip(work[place[meets]].tolist(), issuers.tolist(), strict=True):
+        met, pieces = meeting(start_ns[work], incoming["at_ns"].to_numpy())
+        issuers = around.at(*(incoming[name].to_numpy()[met] for name in ("lane_tail", "at_ns_tail")))
+        for piece, issuer in zip(work[pieces].tolist(), issuers.tolist(), strict=True):
             if issuer < 0 or int(kind[issuer]) not in numbers_of:
                 continue
             of_work, of_host = numbers_of[int(kind[issuer])]
@@ -316,29 +285,3 @@ def _with_calls(
                 of_work[piece] = of_host[issuer]
     (_, calls), (_, ops) = numbers_of.values()
     return host.with_columns(pl.Series("correlation", calls), pl.Series("external_id", ops)), correlation, external_id
-
-
-class _Slices:
-    """Host slices by thread and start."""
-
-    def __init__(self, host: pl.DataFrame) -> None:
-        self._lane, self._start_ns = host["lane"].to_numpy(), host["start_ns"].to_numpy()
-        self._end_ns = self._start_ns + host["dur_ns"].to_numpy()
-        self._order = np.lexsort((-self._end_ns, self._start_ns, self._lane))
-
-    def at(self, lanes: Ints, at_ns: Ints) -> Ints:
-        """Innermost slice on a thread at a time; -1 where there is none."""
-        first = np.searchsorted(self._lane[self._order], lanes)
-        last = np.searchsorted(self._lane[self._order], lanes, side="right")
-        starts = self._start_ns[self._order]
-        place = np.array(
-            [begin + np.searchsorted(starts[begin:end], time, side="right") - 1
-             for begin, end, time in zip(first.tolist(), last.tolist(), at_ns.tolist(), strict=True)], np.int64,
-        )  # fmt: skip
-        for _ in range(_MOST_CLIMBS):
-            ended = (place >= first) & (self._end_ns[self._order][np.maximum(place, 0)] < at_ns)
-            if not ended.any():
-                break
-            place = np.where(ended, place - 1, place)
-        is_inside = (place >= first) & (self._end_ns[self._order][np.maximum(place, 0)] >= at_ns)
-        return np.where(is_inside, self._order[np.maximum(place, 0)], -1) if len(self._order) else place
