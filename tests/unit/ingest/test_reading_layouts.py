@@ -183,6 +183,16 @@ def test_a_second_array_of_events_is_left_out_and_reported(tmp_path):
     assert "4 events" in found.data_quality["message"][0]
 
 
+@pytest.mark.parametrize("between", ["", "\n", " \r\n"], ids=["nothing", "line", "lines"])
+def test_documents_that_follow_the_first_one_are_left_out_and_reported(between, tmp_path):
+    found = read(tmp_path, between.encode().join([PLAIN] * 3))
+    assert found.activities.height == 6
+    assert found.data_quality["kind"].to_list() == ["repeated_events"]
+    later = 2 * len(CONTENT["traceEvents"])
+    assert found.data_quality["affected_ratio"][0] == pytest.approx(2 / 3)
+    assert f"{later:,} events" in found.data_quality["message"][0]
+
+
 NOT_TRACES = {
     b"": "empty; record it again",
     b"  \n": "empty; record it again",

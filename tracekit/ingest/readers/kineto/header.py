@@ -20,6 +20,7 @@ are worth saving are looked for in their first and last part."""
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
 _SPACES = b" \t\r\n\f\v"
 _FIRST_EVENT = re.compile(rb'\{\s*"ph"\s*:\s*"')
+_FURTHER_EVENT = re.compile(r'"ph"\s*:\s*"')
 _ARRAY_END = re.compile(r'\]\s*(?:,\s*"|\}\s*\Z)')
 _COMMA, _COLON, _CLOSED = re.compile(r'\s*,\s*(?=")'), re.compile(r"\s*:\s*"), re.compile(r"\s*\}\s*\Z")
 _MOST_PARSED = 8  # times the text: no profiler nests lists of objects so deeply
@@ -91,6 +92,10 @@ class Tail:
         if len(self._first) > PARSED_BYTES:
             return _salvage_long(self._first, self._last), False
         return parse_tail(self._first.decode("utf-8", "replace"))
+
+    def further_events(self) -> int:
+        """Number of events in documents that follow the first one, as far as they are in the first part."""
+        return len(_FURTHER_EVENT.findall(self._first.decode("utf-8", "replace")))
 
 
 def parse_tail(text: str) -> tuple[Header, bool]:

@@ -213,13 +213,12 @@ class Scan:
             self.damage.truncated = True
         if not self._closed:
             return
-        if self._bare:
-            self.damage.header |= not tail.is_blank
-            return
-        keys, is_complete = tail.parse()
-        self.damage.header |= not is_complete
+        keys, is_complete = ({}, tail.is_blank) if self._bare else tail.parse()
         later = keys.pop("traceEvents", None)
         self.damage.later_events = len(later) if isinstance(later, list) else 0
+        if not is_complete:
+            self.damage.later_events = max(self.damage.later_events, tail.further_events())
+            self.damage.header |= not self.damage.later_events
         self.header |= keys
 
 
