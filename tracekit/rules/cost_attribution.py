@@ -17,6 +17,7 @@ from tracekit.replay.graph.nodes import WORK
 from tracekit.rules import outlier_steps, slow_collectives, straggler_consequences, stragglers
 from tracekit.rules.mean_saving import mean_saving
 from tracekit.rules.rule import Finding, Report, Severity, WhatIf, sort_findings, warnings
+from tracekit.rules.straggler_consequences import pricing_of
 
 _MIN_LAUNCHED_RATIO = 0.9
 """Share of the launched work whose launch must be known: otherwise the graph lacks the work's dependencies."""
@@ -60,12 +61,14 @@ def attribute_costs(report: Report) -> Report:
 
     If a replay saves less than `min_saved_ratio`, the step has another bottleneck after this one. The finding
     becomes information, or is left out if what the rule measured is information, too. In all other cases the cost
-    that the rule measured stays. Findings are sorted again.
+    that the rule measured stays. Without a replay, findings on the same ranks that measure the same time become
+    information behind the first in that order. Findings are sorted again.
     """
     finding_ranks = tuple(finding.ranks for finding in report.findings if finding.what_if)
     run = representative_ranks.run_of(report.run, finding_ranks) if finding_ranks else report.run
     if not finding_ranks or not can_be_replayed(run):
-        return replace(report, findings=sort_findings(sorted(filter(_is_costly, report.findings), key=_pricing)))
+        costly = filter(_is_costly, report.findings)
+        return replace(report, findings=sort_findings(straggler_consequences.of_one_cause(report.run, [*costly])))
     priced = [part for finding in report.findings for part in _price_stalls(report.run, run, finding)]
     stalls = outlier_steps.reported_stalls(report.run, priced)
     stalled = slow_collectives.removal(report.run, priced)
@@ -192,7 +195,7 @@ def _beyond(run: Run, finding: Finding, removed: list[Removal], causing: Mapping
     """
     is_uneven = finding.code == _UNEVEN and finding.what_if is None
     is_occasional = finding.code == _OCCASIONAL
-    is_minor = _pricing(finding) is Pricing.LATE_RANKS and (
+    is_minor = pricing_of(finding) is Pricing.LATE_RANKS and (
         finding.severity is Severity.INFO or finding.code == _UNEVEN
     )
     if not is_uneven and not is_occasional and (not is_minor or finding.consequence_of):
@@ -219,23 +222,19 @@ def _beyond(run: Run, finding: Finding, removed: list[Removal], causing: Mapping
 def _in_order(run: Run, findings: Sequence[Finding]) -> list[Finding]:
     """Return findings in the order in which they are priced: of late ranks, those first that alone cost most."""
     # What is lost in some steps is no steady late launch: it is priced before these.
-    ordered = sorted(findings, key=lambda finding: (_pricing(finding), _is_steady(finding)))
-    late = [finding for finding in ordered if _pricing(finding) is Pricing.LATE_RANKS and finding.what_if]
+    ordered = sorted(findings, key=lambda finding: (pricing_of(finding), _is_steady(finding)))
+    late = [finding for finding in ordered if pricing_of(finding) is Pricing.LATE_RANKS and finding.what_if]
     if len(late) < 2:
         return ordered
     alone_ns = {}
     for finding in late:
         saving = mean_saving(run, Removal(finding.what_if.cause, finding.ranks, ()))  # type: ignore[union-attr]
         alone_ns[id(finding)] = saving.saved_ns if saving else 0
-    return sorted(ordered, key=lambda finding: (_pricing(finding), -alone_ns.get(id(finding), 0)))
+    return sorted(ordered, key=lambda finding: (pricing_of(finding), -alone_ns.get(id(finding), 0)))
 
 
 def _is_steady(finding: Finding) -> bool:
     return finding.what_if is None or finding.what_if.cause is not OCCASIONAL_STRAGGLER
-
-
-def _pricing(finding: Finding) -> Pricing:
-    return finding.what_if.cause.pricing if finding.what_if else Pricing.INDEPENDENT
 
 
 def _causes_before(run: Run, finding: Finding, removed: list[Removal]) -> tuple[Removal, ...]:
@@ -244,10 +243,10 @@ def _causes_before(run: Run, finding: Finding, removed: list[Removal]) -> tuple[
     A cause makes ranks late if their hosts spend longer on it than those of others, by a part of what is lost, or leave
     their devices idle for longer: on other ranks the same cause may be hidden behind queued work.
     """
-    if _pricing(finding) is Pricing.CONSEQUENCE:
+    if pricing_of(finding) is Pricing.CONSEQUENCE:
         return tuple(removed)
     sources = [removal for removal in removed if removal.cause.pricing is Pricing.SOURCE]
-    if _pricing(finding) is not Pricing.LATE_RANKS or not sources:
+    if pricing_of(finding) is not Pricing.LATE_RANKS or not sources:
         return ()
     lost_ns = finding.cost_ns * savings.replayed_steps(run).select("window", "step").n_unique()
     largest = late_ranks.extra_time(run, finding.ranks).head(1)
@@ -290,7 +289,7 @@ def _price(
     """
     # Ranks that are late at the same collectives hide each other: without the first, the second delays the others.
     late = [earlier for earlier in removed if earlier.cause.pricing is Pricing.LATE_RANKS]
-    others = tuple(late) if _pricing(finding) is Pricing.LATE_RANKS else ()
+    others = tuple(late) if pricing_of(finding) is Pricing.LATE_RANKS else ()
     is_replayed = not finding.ranks or bool(set(finding.ranks) & set(run.ranks))
     solo = mean_saving(run, removal, others or None) if is_replayed else None
     if solo is None:
@@ -433,7 +432,7 @@ def grade_by_cost(report: Report) -> Report:
     bound is information too: it does not show that the time is lost. Only what a replay confirms is an error. A cause
     of which late ranks are a consequence is at least as sure as MIN_CONFIDENCE: two observations agree.
     """
-    sources = {finding.consequence_of for finding in report.findings if _pricing(finding) is Pricing.LATE_RANKS}
+    sources = {finding.consequence_of for finding in report.findings if pricing_of(finding) is Pricing.LATE_RANKS}
     findings = (replace(finding, severity=_severity(finding, sources)) for finding in report.findings)
     return replace(report, findings=sort_findings(findings))
 

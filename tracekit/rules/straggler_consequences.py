@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from tracekit.analysis.parallelism import late_ranks
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.replay.graph.causes.cause import Pricing
@@ -39,6 +40,40 @@ def within_stragglers(run: Run, replayed: Run, finding: Finding, findings: Seque
         return finding
     message = f"{finding.message} {units.share(1 - ratio)} of that ends with {straggler.code}."
     return replace(finding, severity=Severity.INFO, consequence_of=straggler.id, message=message)
+
+
+def of_one_cause(run: Run, findings: Sequence[Finding]) -> list[Finding]:
+    """Findings of a run that no replay prices, those as information whose time another one on the same ranks states.
+
+    A rank is late because of what its host spends longer on, and its late launches are its lateness: without a replay,
+    measured times of at least half of each other show that.
+    """
+    judged: list[Finding] = []
+    for finding in sorted(findings, key=pricing_of):
+        cause = next((earlier for earlier in warnings(judged) if _states_time_of(run, earlier, finding)), None)
+        if cause is not None and finding.severity > Severity.INFO:
+            message = f"{finding.message} Most of that is the time of {cause.code}, too."
+            finding = replace(finding, severity=Severity.INFO, consequence_of=cause.id, message=message)
+        judged.append(finding)
+    return judged
+
+
+def pricing_of(finding: Finding) -> Pricing:
+    """Place of a finding in the order of pricing; findings without a cause for a replay are independent."""
+    return finding.what_if.cause.pricing if finding.what_if else Pricing.INDEPENDENT
+
+
+def _states_time_of(run: Run, earlier: Finding, finding: Finding) -> bool:
+    """Whether an earlier finding in the order of pricing is on the same ranks and, as far as is measured, time."""
+    pricing = pricing_of(finding)
+    if earlier.what_if is None or pricing_of(earlier) in (Pricing.INDEPENDENT, pricing) or pricing < Pricing.LATE_RANKS:
+        return False
+    shorter_ns, longer_ns = sorted((finding.cost_ns, earlier.cost_ns))
+    if not finding.ranks or set(finding.ranks) != set(earlier.ranks) or shorter_ns < _MIN_OWN_RATIO * longer_ns:
+        return False
+    if pricing is Pricing.CONSEQUENCE:
+        return True
+    return earlier.what_if.cause.idle_part in late_ranks.extra_time(run, finding.ranks).head(1)["part"].to_list()
 
 
 def hidden_behind(run: Run, removal: Removal, late: Sequence[Removal], saved: MeanStep) -> tuple[int, ...]:
