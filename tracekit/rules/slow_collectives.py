@@ -137,7 +137,7 @@ class SlowLink(Rule):
         listed = ", ".join(map(str, members)) if len(members) <= _MAX_NAMED else units.ranges(members)
         ranks = f"rank{'' if len(members) == 1 else 's'} {listed}"
         all_traced, to_peers = len(worst["ranks"]) == worst["group_size"], worst["reference"] == "peers"
-        reference = "its peers" if to_peers else "before"
+        reference, others = ("its peers", "those of other groups") if to_peers else ("before", "before")
         is_of_window = worst["step"] is None
         first = min(distinct(slow, "step"), default=None)
         over = f"in {slow.height} of {worst['since']} steps since step {first}"
@@ -174,7 +174,7 @@ class SlowLink(Rule):
             evidence=_evidence(run, worst),
             subject=f"{worst['axis']} {ranks}",
             is_of_window=is_of_window,
-            claim=f"Collectives of the group of {ranks} are slower than those of other groups",
+            claim=f"Collectives of the group of {ranks} are slower than {others}",
         )
 
 

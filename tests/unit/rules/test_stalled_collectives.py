@@ -11,12 +11,12 @@ from tests.support import drawn_hosts, drawn_traces
 from tests.support.drawn_hosts import UNIT_NS
 from tests.support.rule_examples import all_reduce_run
 from tests.unit.simulate.jobs import job, written
-from tracekit.analysis.parallelism import stalled_collectives
+from tracekit.analysis.parallelism import stalled_collectives, stragglers
 from tracekit.rules.engine import check
 from tracekit.rules.outlier_steps import OutlierStep
 from tracekit.rules.rule import Severity
 from tracekit.rules.slow_collectives import SlowLink, StalledCollective
-from tracekit.rules.stragglers import UnevenRanks
+from tracekit.rules.stragglers import OccasionalStraggler, Straggler, UnevenRanks
 
 EXCESS_NS = 58 * UNIT_NS
 STALLED = (2, 2, 2, 2, 60, 2, 2)
@@ -47,27 +47,33 @@ def test_a_collective_that_waits_for_a_late_rank_does_not_stall():
     assert late.table(stalled_collectives.stalled_calls).is_empty()
 
 
-def test_a_collective_that_one_rank_lacks_takes_as_long_as_others_with_their_wait():
-    late = {(1, step): 58 for step in range(1, 7)}
-    whole = all_reduce_run(*[2] * 7, late=late)
-    lacking = next(trace for trace in whole.traces() if trace.rank == 1)
-    last = lacking.collectives.sort("activity_id").tail(1)["activity_id"][0]
-    collectives = lacking.collectives.filter(pl.col("activity_id") != last)
-    activities = lacking.activities.filter(pl.col("id") != last)
-    others = [trace for trace in whole.traces() if trace.rank != 1]
-    run = drawn_traces.run(*others, replace(lacking, collectives=collectives, activities=activities))
+def lacking_last(run, rank, count):
+    """Return the run without the last collectives of a rank, as where a profiler lost them."""
+    traces = []
+    for trace in run.traces():
+        if trace.rank == rank:
+            lost = trace.collectives["activity_id"].sort().tail(count).to_list()
+            collectives = trace.collectives.filter(~pl.col("activity_id").is_in(lost))
+            activities = trace.activities.filter(~pl.col("id").is_in(lost))
+            trace = replace(trace, collectives=collectives, activities=activities)
+        traces.append(trace)
+    return drawn_traces.run(*traces)
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_collectives_that_a_late_rank_lacks_take_as_long_as_others_with_their_wait(lost):
+    late = {(1, step): 58 for step in range(9)}
+    run = lacking_last(all_reduce_run(*[2] * 9, late=late), rank=1, count=lost)
     assert run.table(stalled_collectives.stalled_calls).is_empty()
-    # A collective that lasts longer than they do with it stalls, whoever lacks it.
-    longer = all_reduce_run(2, 2, 2, 2, 2, 2, 600, late={(1, step): 58 for step in range(1, 6)}, ranks=(0,))
-    rest = all_reduce_run(2, 2, 2, 2, 2, 2, 600, late={(1, step): 58 for step in range(1, 6)}, ranks=(1,))
-    (second,) = rest.traces()
-    last = second.collectives.sort("activity_id").tail(1)["activity_id"][0]
-    second = replace(
-        second,
-        collectives=second.collectives.filter(pl.col("activity_id") != last),
-        activities=second.activities.filter(pl.col("id") != last),
-    )
-    run = drawn_traces.run(*longer.traces(), second)
+    (straggler,) = judge(run, Straggler(), OccasionalStraggler(), SlowLink())
+    assert (straggler.code, straggler.ranks, straggler.cost_ns) == ("RANK001", (1,), 58 * UNIT_NS)
+    costs = run.table(stragglers.straggler_costs).filter(pl.col("late_rank") == 1)
+    assert costs["step"].to_list() == [*range(9 - lost)]
+
+
+def test_a_collective_that_a_rank_lacks_stalls_if_it_takes_longer_than_others_with_their_wait():
+    late = {(1, step): 58 for step in range(1, 6)}
+    run = lacking_last(all_reduce_run(2, 2, 2, 2, 2, 2, 600, late=late), rank=1, count=1)
     assert run.table(stalled_collectives.stalled_calls)["ranks"].to_list() == [[0]]
 
 

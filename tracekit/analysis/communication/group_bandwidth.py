@@ -137,7 +137,7 @@ def group_comparison(run: Run) -> pl.DataFrame:
     # an unnamed group are those whose calls were matched, which may be a part of it.
     is_unnamed = (pl.col("group").is_null() & ~pl.col("members").str.contains(">", literal=True)).fill_null(value=True)
     is_complete = pl.col("axis").is_not_null() & (pl.col("ranks").list.len() == pl.col("group_size"))
-    grouped = _large(run.table(transfers)).filter(~is_unnamed | is_complete)
+    grouped = _comparable(run).filter(~is_unnamed | is_complete)
     compared = grouped.with_columns(pl.len().over(place).alias("groups")).filter(pl.col("groups") > 1)
     # With two groups, each is compared with the other.
     other = pl.col("transfer_ns").sum().over(place) - pl.col("transfer_ns")
@@ -152,7 +152,7 @@ def step_comparison(run: Run) -> pl.DataFrame:
     Columns as `group_comparison`, without groups; one row per group and step.
     """
     usual = pl.col("transfer_ns").median().over(*_GROUP, *_WHAT).cast(pl.Int64)
-    rows = _large(run.table(transfers)).with_columns(usual.alias("usual_ns"))
+    rows = _comparable(run).with_columns(usual.alias("usual_ns"))
     return _sum_by(rows, [*_GROUP, "step"])
 
 
@@ -164,13 +164,22 @@ def step_variation(run: Run) -> pl.DataFrame:
     their median); one row per group.
     """
     usual = pl.col("transfer_ns").median()
-    rows = _large(run.table(transfers)).with_columns(usual.over(*_GROUP, *_WHAT).alias("usual_ns"))
+    rows = _comparable(run).with_columns(usual.over(*_GROUP, *_WHAT).alias("usual_ns"))
     level = (pl.col("transfer_ns") / pl.col("usual_ns")).median().over(*_GROUP, "step")
     normalized = rows.with_columns((pl.col("transfer_ns") / level).alias("freed_ns"))
     times = pl.col("freed_ns")
     between = times.quantile(0.75, "linear") - times.quantile(0.25, "linear")
     by_place = normalized.group_by(*_GROUP, *_WHAT).agg((between / times.median()).alias("spread_ratio"))
     return by_place.group_by(_GROUP).agg(pl.col("spread_ratio").median())
+
+
+def _comparable(run: Run) -> pl.DataFrame:
+    """Large transfers of which as many ranks of the group are known as of its others.
+
+    The time of one that a rank lacks contains the wait for that rank, that of others doesn't.
+    """
+    known = pl.col("ranks").list.len()
+    return _large(run.table(transfers)).filter(known == known.max().over(_GROUP))
 
 
 def first_slow_step(levels: list[float], *, min_ratio: float, share: float) -> int | None:

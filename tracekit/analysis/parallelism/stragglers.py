@@ -71,10 +71,11 @@ def straggler_costs(run: Run) -> pl.DataFrame:
     step), late_calls and calls (collectives in which it arrived last, and all of the step), is_whole (all ranks of
     those have a trace); one row per step and rank. lost_ns is the larger of idle_ns and of the smaller of waited_ns
     and the others' extra exposed communication: ranks behind a hidden wait are delayed too. The rank's own extra
-    transfer time, without waiting, is subtracted: that is a slow link. Steps with saves are left out.
+    transfer time, without waiting, is subtracted: that is a slow link. Steps with saves are left out, and those with
+    collectives of which none was matched.
     """
     waits = run.table(late_calls)
-    plain_steps = steps(run)
+    plain_steps = _matched_steps(run)
     per_rank = waits.group_by(*_KEY, "late_rank", "rank").agg(pl.col("wait_ns").sum())
     share = pl.col("all_ns") / pl.col("all_ns").sum().over(_KEY)
     waited = _of_others(run, per_rank, plain_steps).with_columns(share.alias("share"), waited_ns="median_ns")
@@ -113,6 +114,17 @@ def steps(run: Run) -> pl.DataFrame:
         pl.col("duration_ns").median().cast(pl.Int64), pl.col("rank").n_unique().cast(pl.Int64).alias("ranks")
     )
     return table.sort(_KEY).with_columns(pl.int_range(pl.len()).alias("order"))
+
+
+def _matched_steps(run: Run) -> pl.DataFrame:
+    """`steps` without those in which ranks recorded collectives, of which none could be matched between them."""
+    recorded, matched = (
+        run.table(fact).select(_KEY).unique() for fact in (collective_matching.calls, collective_instances.waits)
+    )
+    unmatched = recorded.join(matched, on=_KEY, how="anti", nulls_equal=True)
+    table = steps(run)
+    known = table.join(unmatched, on=_KEY, how="anti", nulls_equal=True, maintain_order="left")
+    return (table if known.is_empty() else known).with_columns(pl.int_range(pl.len()).alias("order"))
 
 
 def waiting_pieces(run: Run) -> pl.DataFrame:
