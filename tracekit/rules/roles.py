@@ -103,7 +103,8 @@ def _without_device_work(run: Run) -> list[str]:
 def with_consequences(run: Run, findings: Iterable[Finding]) -> Iterator[Finding]:
     """Yield the findings; those on the host and on late ranks are consequences of ROLE001 if they are of its waits.
 
-    That is so if no severer than it, and if most of the time of their evidence is a wait for another role.
+    That is so if no severer than it, and if most of the time of their evidence is a wait for another role. What is a
+    consequence of such a finding, in the same time, is one of ROLE001.
     """
     findings = tuple(findings)
     waiting = next((finding for finding in findings if finding.code == WaitingRole.code), None)
@@ -111,9 +112,15 @@ def with_consequences(run: Run, findings: Iterable[Finding]) -> Iterator[Finding
         yield from findings
         return
     waits = intervals.union(*(role_waits.role_wait_spans(run, other_run) for other_run in other_roles(run)))
+    in_waits = {
+        finding.id
+        for finding in findings
+        if family(finding.code) in _EXPLAINED_FAMILIES
+        and finding.severity <= waiting.severity
+        and _is_mostly(run, finding, waits)
+    }
     for finding in findings:
-        is_free = family(finding.code) in _EXPLAINED_FAMILIES and not finding.consequence_of
-        is_explained = is_free and finding.severity <= waiting.severity and _is_mostly(run, finding, waits)
+        is_explained = finding.id in in_waits and (not finding.consequence_of or finding.consequence_of in in_waits)
         yield replace(finding, consequence_of=waiting.id) if is_explained else finding
 
 
