@@ -76,7 +76,7 @@ def attribute_costs(report: Report) -> Report:
     removed: list[Removal] = []
     causing: dict[Cause, Finding] = {}
     for finding in _in_order(run, priced):
-        if finding.what_if is None or _is_single(finding):
+        if finding.what_if is None or is_single(finding):
             findings.append(finding)
             continue
         cause, pricing = finding.what_if.cause, finding.what_if.cause.pricing
@@ -153,6 +153,17 @@ def saved_by(report: Report, removals: Sequence[Removal]) -> int:
     return max(0, min(saving.saved_ns for saving in (solo, after) if saving)) if solo else 0
 
 
+def is_single(finding: Finding) -> bool:
+    """Whether a finding is on single stalls, which are priced before all other causes."""
+    return finding.what_if is not None and finding.what_if.cause in (SINGLE_STALL, STALLED_COLLECTIVE)
+
+
+def single_removal(run: Run, finding: Finding) -> Removal | None:
+    """Removal of the stalls of a finding on single stalls, from a replay of this run; None without such stalls."""
+    is_collective = finding.what_if is not None and finding.what_if.cause is STALLED_COLLECTIVE
+    return slow_collectives.removal(run, (finding,)) if is_collective else outlier_steps.removal(run, finding)
+
+
 def can_be_replayed(run: Run) -> bool:
     """Whether graphs have enough work, the launches of most of it, and a replay as long as the recording."""
     for graph in savings.graphs_of(run):
@@ -171,19 +182,13 @@ def can_be_replayed(run: Run) -> bool:
 
 def _price_stalls(run: Run, replayed: Run, finding: Finding) -> list[Finding]:
     """The finding, with its cost from a replay of the ranks in `replayed` if it is on single stalls."""
-    if finding.what_if is None or not _is_single(finding):
+    if finding.what_if is None or not is_single(finding):
         return [finding]
-    is_collective = finding.what_if.cause is STALLED_COLLECTIVE
-    removal = slow_collectives.removal(run, (finding,)) if is_collective else outlier_steps.removal(run, finding)
+    removal = single_removal(run, finding)
     if removal is None:
         return [finding]
     # The spans of stalls are those of this run alone, so no other run can be replayed without them.
     return [replace(part, removals=()) for part in _price(replayed, finding, finding.what_if, removal, [], None, {})]
-
-
-def _is_single(finding: Finding) -> bool:
-    """Whether a finding is on single stalls, which are priced before all other causes."""
-    return finding.what_if is not None and finding.what_if.cause in (SINGLE_STALL, STALLED_COLLECTIVE)
 
 
 def _beyond(run: Run, finding: Finding, removed: list[Removal], causing: Mapping[Cause, Finding]) -> Finding:

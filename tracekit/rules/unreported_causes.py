@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import polars as pl
 
 from tracekit.model import units
+from tracekit.model.run import Run
 from tracekit.replay.graph import causes, savings, what_if
 from tracekit.replay.graph.causes.cause import Cause
 from tracekit.replay.graph.causes.stalls import Removal
@@ -29,7 +30,7 @@ def findings(report: Report, rules: Iterable[Rule]) -> Iterator[Finding]:
     The rules of these causes ran, but a threshold of theirs is not met, or the time is spread over many places. A cause
     that a fix removes in full is graded by cost and confidence like all others. Information is an ideal, an answer with
     a caveat, and a cause whose rule has thresholds that the user set. Where most of the saving ends without the causes
-    of warnings, the finding is information and a consequence of that which ends most of it.
+    of warnings, single stalls included, the finding is information and a consequence of that which ends most of it.
     """
     judging = {rule.code: rule for rule in rules if rule.code not in report.blind_spots}
     unreported = [cause for cause in causes.run_causes() if cause.code() in judging and not _names(report, cause)]
@@ -50,7 +51,7 @@ def _findings(report: Report, cause: Cause, rule: Rule) -> Iterator[Finding]:
     alone = savings.saving(report.run, cause.name)
     if alone.saved_ratio < MIN_SAVED_RATIO:
         return
-    sources = [finding for finding in warnings(report.findings) if finding.is_priced and finding.removals]
+    sources = [finding for finding in warnings(report.findings) if finding.is_priced and _removals(report.run, finding)]
     remaining_ns = _remaining_ns(report, cause, sources, alone.saved_ns)
     if remaining_ns < what_if.MIN_SAVED_RATIO * alone.step_ns:
         remaining_ns = 0
@@ -86,9 +87,17 @@ def _findings(report: Report, cause: Cause, rule: Rule) -> Iterator[Finding]:
     )
 
 
+def _removals(run: Run, finding: Finding) -> tuple[Removal, ...]:
+    """Removals of a finding; of one on single stalls, whose spans no finding carries, its stalls."""
+    if finding.removals or not cost_attribution.is_single(finding):
+        return finding.removals
+    stalls = cost_attribution.single_removal(run, finding)
+    return (stalls,) if stalls else ()
+
+
 def _remaining_ns(report: Report, cause: Cause, sources: Sequence[Finding], alone_ns: int) -> int:
     """The saving without a cause after those of warnings, at most that of the cause alone."""
-    first = tuple(removal for finding in sources for removal in finding.removals)
+    first = tuple(removal for finding in sources for removal in _removals(report.run, finding))
     if not first:
         return alone_ns
     both, before = (savings.saving_of(report.run, removals) for removals in ((*first, Removal(cause)), first))

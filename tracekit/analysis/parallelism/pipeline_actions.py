@@ -188,9 +188,9 @@ def _infer_actions(trace: Trace) -> pl.DataFrame:
     if sends.is_empty():
         return ACTIONS.empty()
     calls = trace.activities.join(sends.select(id="activity_id"), on="id", how="semi").select("launch_id", "start_ns")
-    edges = _with_launches(trace, calls).select(at_ns="launched_ns").sort("at_ns").with_row_index("piece")
+    edges = with_launches(trace, calls).select(at_ns="launched_ns").sort("at_ns").with_row_index("piece")
     work = trace.activities.filter(pl.col("kind") == "compute", pl.col("phase").ne_missing("optimizer"))
-    work = _with_launches(trace, work.select("launch_id", "step", "phase", "start_ns", "dur_ns")).sort("launched_ns")
+    work = with_launches(trace, work.select("launch_id", "step", "phase", "start_ns", "dur_ns")).sort("launched_ns")
     pieces = work.join_asof(edges, left_on="launched_ns", right_on="at_ns").with_columns(
         pl.when(pl.col("phase") == "backward").then(pl.lit(BACKWARD)).otherwise(pl.lit(FORWARD)).alias("action")
     )
@@ -217,7 +217,7 @@ def _infer_actions(trace: Trace) -> pl.DataFrame:
     return _with_micro_batches(candidates.filter((forwards == backwards) & (forwards > 1)))
 
 
-def _with_launches(trace: Trace, work: pl.DataFrame) -> pl.DataFrame:
+def with_launches(trace: Trace, work: pl.DataFrame) -> pl.DataFrame:
     """Return work with launched_ns and host_dur_ns: the start and duration of the launching op, else its own."""
     ops = trace.ops.select(launch_id="id", launched_ns="start_ns", host_dur_ns="dur_ns")
     own_dur_ns = pl.col("dur_ns") if "dur_ns" in work.columns else pl.lit(0, pl.Int64)

@@ -17,6 +17,7 @@ from tracekit.analysis.parallelism.pipeline_actions import (
     INPUT_GRADIENT,
     WEIGHT_GRADIENT,
     pipeline_actions,
+    with_launches,
 )
 from tracekit.model import schema
 from tracekit.model.fact import run_fact, trace_fact
@@ -59,8 +60,10 @@ def peers(trace: Trace) -> pl.DataFrame:
     if trace.collectives["peer"].null_count() == trace.collectives.height:
         return schema.empty(PEER_COLUMNS)
     calls = trace.collectives.filter(pl.col("op").is_in(["send", "recv"])).drop_nulls("peer")
-    starts = trace.activities.select(activity_id="id", at_ns="start_ns")
-    ordered = calls.select("activity_id", "op", "peer").join(starts, on="activity_id").sort("at_ns")
+    starts = trace.activities.select("launch_id", "start_ns", activity_id="id")
+    # By launch: on a device a receive that was posted early starts before the send that the host issued first.
+    launched = with_launches(trace, calls.select("activity_id", "op", "peer").join(starts, on="activity_id"))
+    ordered = launched.sort("launched_ns")
     first_sends = bool(ordered["op"].head(1).eq("send").any())
     return ordered.select("peer").unique(maintain_order=True).with_columns(is_sender=pl.lit(first_sends))
 
@@ -132,12 +135,16 @@ def _stage_of(run: Run, actions: pl.DataFrame) -> pl.Expr:
 
 
 def _by_groups(run: Run, actions: pl.DataFrame) -> dict[int, int]:
-    """Return stages by the places of ranks in the groups of axis pp, if these contain all ranks of the actions."""
+    """Return stages by the places of ranks in the groups of axis pp, if these contain all ranks of the actions.
+
+    A rank that has another place in another group, as where each pair of neighbors has a group, has no known stage.
+    """
     from tracekit.analysis.parallelism import group_axes
 
     groups = group_axes.described_groups(run).filter(pl.col("axis") == "pp")["ranks"].to_list()
-    stages = {rank: stage for ranks in groups for stage, rank in enumerate(ranks)}
-    return stages if set(actions["rank"].unique()) <= set(stages) else {}
+    places = {(rank, stage) for ranks in groups for stage, rank in enumerate(ranks)}
+    stages = dict(places)
+    return stages if len(stages) == len(places) and set(actions["rank"].unique()) <= set(stages) else {}
 
 
 def _by_peers(run: Run) -> dict[int, int]:
