@@ -197,7 +197,8 @@ def _stalled_time(graph: Graph, stalls: Iterable[HostSpan]) -> tuple[Flags, Ints
 def _usual_ns(graph: Graph, which: Flags) -> Ints:
     """Return the host time before some launches that most other steps of the rank have there; 0 for other nodes.
 
-    The same place is the same kernel, on a CPU run the same op, with the same number in its step.
+    The same place is the same kernel, on a CPU run the same op, with the same number in its step. A step without that
+    place, such as one without the copies of a save, pauses for no time there.
     """
     place = ["rank", "name", "nth"]
     is_host = graph.column("what") == HOST
@@ -210,7 +211,12 @@ def _usual_ns(graph: Graph, which: Flags) -> Ints:
     )
     selected = at_place.filter(pl.Series(which[calls["call"].to_numpy()]))
     other_steps = selected.join(at_place, on=place, suffix="_other").filter(pl.col("step") != pl.col("step_other"))
-    usual = other_steps.group_by("call").agg(pl.col("gap_ns_other").sort().get(pl.len() // 2))
+    step_counts = calls.group_by("rank").agg(other_count=pl.col("step").n_unique() - 1)
+    at_others = other_steps.join(step_counts, on="rank").group_by("call")
+    other_count = pl.col("other_count").first().cast(pl.Int64)
+    with_pause = other_count // 2 - (other_count - pl.len().cast(pl.Int64))  # after those that have no such place
+    median_ns = pl.col("gap_ns_other").sort().get(with_pause.clip(0))
+    usual = at_others.agg(pl.when(with_pause >= 0).then(median_ns).otherwise(0).alias("gap_ns_other"))
     usual_ns = np.zeros(graph.count, np.int64)
     usual_ns[usual["call"].to_numpy()] = usual["gap_ns_other"].to_numpy()
     return usual_ns
