@@ -551,6 +551,13 @@ EXAMPLES: dict[str, Example] = {
         lambda: drawn_traces.run(drawn_hosts.time_sliced((5, 10, 15, 24, 31))),
         lambda: drawn_traces.run(drawn_hosts.time_sliced((5, 10, 15, 24, 31), launched_late=(5, 10, 15, 24, 31))),
     ),
+    # a takes 4 during the copy x of another stream and 2 alone.
+    "STREAM006": Example(
+        lambda: drawn_traces.run(
+            drawn_traces.trace(f"step {'0' * 64}\ncompute {'aaaa.aa.' * 8}\ncopy {'.xxx....' * 8}")
+        ),
+        lambda: drawn_traces.run(drawn_traces.trace(f"step {'0' * 48}\ncompute {'aa.aa.' * 8}\ncopy {'xx....' * 8}")),
+    ),
     "COMM004": Example(
         lambda: preparation_run("""
             step     0000000000000000

@@ -13,7 +13,8 @@ from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
-from tracekit.replay.graph.causes.contention import SLOWED_COLLECTIVES, SLOWED_COMPUTE
+from tracekit.replay.graph.causes.cause import Cause
+from tracekit.replay.graph.causes.contention import SLOWED_BY_COPIES, SLOWED_COLLECTIVES, SLOWED_COMPUTE
 from tracekit.rules import quoted_step
 from tracekit.rules.quoted_step import StepLoss
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct
@@ -63,38 +64,94 @@ class ContendedCompute(Rule):
         breakdown.by_step,
         workload.strategy_marks,
     )
+    cause: ClassVar[Cause] = SLOWED_COMPUTE
+    concurrent_kind: ClassVar[str] = contention.COMMUNICATION
+    concurrent_work: ClassVar[str] = "collectives"
     min_slowdown: float = 1.15
     min_cost_ratio: float = 0.02
     min_calls: int = 10
 
     def blind_spot(self, run: Run) -> str | None:
         """Return why a run without a sample alone cannot be judged."""
-        return _why_unjudged(run, _compute(run), "compute ran concurrently with collectives")
+        compute = run.table(contention.by_step).filter(self._is_concurrent())
+        return _why_unjudged(run, compute, f"compute ran concurrently with {self.concurrent_work}")
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's typical step loses enough."""
-        slow = _slowed_devices(_compute(run), self.min_slowdown)
-        slow_compute = _compute(run).join(slow, on=["rank", "device"])
+        compute = run.table(contention.by_step).filter(self._is_concurrent())
+        slow = _slowed_devices(compute, self.min_slowdown)
+        slow_compute = compute.join(slow, on=["rank", "device"])
         rest = (pl.col("overlapped_ns") - pl.col("judged_ns")) * (1 - 1 / pl.col("slowdown"))
-        lost = slow_compute.select(*quoted_step.KEY, (pl.col("lost_ns") + rest).round().cast(pl.Int64), "overlapped_ns")
+        lost = slow_compute.select(
+            *quoted_step.KEY, (pl.col("lost_ns") + rest).round().cast(pl.Int64), slowed_ns="overlapped_ns"
+        )
         steps = quoted_step.by_step(run, lost, max_loss=pl.col("duration_ns") - pl.col("communication_ns"))
         loss = quoted_step.worst_for_replay(steps, self.min_cost_ratio)
         if loss is None:
             return
         slowdown, suspicion, confidence = _slowdown_on(slow, loss, self.min_calls)
         on_ranks = pl.col("rank").is_in(distinct(loss.steps, "rank"))
-        kernels = run.scan(contention.by_kernel).filter(_DURING_COLLECTIVES, on_ranks).collect()
+        kernels = run.scan(contention.by_kernel).filter(self._is_concurrent(), on_ranks).collect()
         quoted_first = kernels.sort(pl.col("rank") == loss.row["rank"], "lost_ns", descending=True)
         yield loss.finding(
             self,
             Severity.INFO if suspicion else Severity.WARNING,
-            f"Kernels take {slowdown} as long during collectives as alone. {_cost(loss)}.{suspicion}",
-            "Let collectives use fewer SMs (NCCL_MAX_CTAS, NCCL_CGA_CLUSTER_SIZE), or matrix products leave SMs free "
-            f"(CUBLASLT_SM_COUNT_TARGET); or send fewer bytes{_FEWER_BYTES.get(workload.run_strategy(run) or '', '')}.",
+            f"Kernels take {slowdown} as long during {self.concurrent_work} as alone. {_cost(loss, 'slowed_ns')}.{suspicion}",
+            self._fix(run),
             confidence=confidence,
             evidence=quoted_first.head(40),
-            what_if=WhatIf(SLOWED_COMPUTE, self.min_cost_ratio),
-            claim="Collectives that run at the same time slow kernels down",
+            what_if=WhatIf(self.cause, self.min_cost_ratio),
+            claim=f"{self.concurrent_work.capitalize()} that run at the same time slow kernels down",
+        )
+
+    def _fix(self, run: Run) -> str:
+        return (
+            "Let collectives use fewer SMs (NCCL_MAX_CTAS, NCCL_CGA_CLUSTER_SIZE), or matrix products leave SMs free "
+            f"(CUBLASLT_SM_COUNT_TARGET); or send fewer bytes{_FEWER_BYTES.get(workload.run_strategy(run) or '', '')}."
+        )
+
+    @classmethod
+    def _is_concurrent(cls) -> pl.Expr:
+        """Whether a row of `contention.by_step` or `by_kernel` is compute during work of the concurrent kind."""
+        return (pl.col("kind") == contention.COMPUTE) & (pl.col("concurrent_kind") == cls.concurrent_kind)
+
+
+@dataclass(frozen=True)
+class ComputeSlowedByCopies(ContendedCompute):
+    """Compute that takes longer while copies of another stream are on the device.
+
+    What it does: reports runs in which kernels take more than `min_slowdown` times as long during copies of other
+    streams (prefetched batches, offloaded activations or weights) as alone, if that costs at least `min_cost_ratio` of
+    the step.
+
+    Why it costs: a copy takes memory bandwidth from the kernels, and copies within a device also multiprocessors. What
+    the copy hides is then paid by kernels that are limited by memory.
+
+    How it is measured: as STREAM003, with copies and memory sets of other streams instead of collectives. Work that a
+    collective overlaps too is compared only with work in the same situation. The cost is the saving of a replay without
+    the slowdown; below `min_cost_ratio` it is information, and also as a suspicion: no interval, and fewer than
+    `min_calls` samples.
+
+    How to fix: copy fewer bytes (convert and crop on the host, a smaller type, offload less), copy what the step needs
+    once, or place the copies where kernels compute (matrix products) instead of where they move data (elementwise ones,
+    the optimizer).
+
+    Blind spots: needs device streams, and the same kernels without a concurrent copy in the same trace. Copies of other
+    processes and devices over the same links are not seen. Clocks that drop under load look the same.
+    """
+
+    code: ClassVar[str] = "STREAM006"
+    fix_without_pytorch: ClassVar[str] = (
+        "Copy fewer bytes, or place the copies where kernels compute instead of where they move data."
+    )
+    cause: ClassVar[Cause] = SLOWED_BY_COPIES
+    concurrent_kind: ClassVar[str] = contention.COPY
+    concurrent_work: ClassVar[str] = "copies"
+
+    def _fix(self, run: Run) -> str:  # noqa: ARG002
+        return (
+            "Copy fewer bytes (convert and crop on the host, send a smaller type, offload less), or issue the copies "
+            "where kernels compute (matrix products) instead of where they move data (elementwise ones, the optimizer)."
         )
 
 
@@ -166,7 +223,7 @@ class StarvedCollectives(Rule):
         yield loss.finding(
             self,
             Severity.INFO if suspicion else Severity.WARNING,
-            f"Collectives take {slowdown} as long during compute as alone{_bandwidth(run)}. {_cost(loss)}.{suspicion}",
+            f"Collectives take {slowdown} as long during compute as alone{_bandwidth(run)}. {_cost(loss, 'overlapped_ns')}.{suspicion}",
             "Give collectives more SMs or priority (NCCL_MIN_CTAS, ProcessGroupNCCL.Options.is_high_priority_stream), "
             f"or start them earlier{_EARLIER.get(workload.run_strategy(run) or '', ' (async_op=True)')}.",
             confidence=confidence * (1.0 if is_whole else 0.8),
@@ -259,15 +316,10 @@ _EVIDENCE_COLUMNS = (
     *("window", "rank", "step", "device", "lane", "name", "op", "group", "unit", "bytes", "start_ns", "dur_ns"),
     *("transfer_ns", "alone_ns", "compute_ns", "waited_ns", "lost_ns"),
 )
-_DURING_COLLECTIVES = (pl.col("kind") == contention.COMPUTE) & (pl.col("concurrent_kind") == contention.COMMUNICATION)
 
 
 _MOST_SPREAD = 10.0
 """How many times as far from 1 the upper bound of a slowdown may be as its lower one."""
-
-
-def _compute(run: Run) -> pl.DataFrame:
-    return run.table(contention.by_step).filter(_DURING_COLLECTIVES)
 
 
 def _slowed_devices(steps: pl.DataFrame, min_slowdown: float) -> pl.DataFrame:
@@ -297,8 +349,8 @@ def _slowdown_on(
     return times, "" if calls >= min_calls and is_whole else few, 0.5
 
 
-def _cost(loss: StepLoss) -> str:
-    return f"That costs {loss}, out of {units.duration(loss.row['overlapped_ns'])} of overlap"
+def _cost(loss: StepLoss, overlap: str) -> str:
+    return f"That costs {loss}, out of {units.duration(loss.row[overlap])} of overlap"
 
 
 def _bandwidth(run: Run) -> str:

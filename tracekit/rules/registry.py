@@ -13,7 +13,7 @@ from tracekit.rules.checkpoint_policy import (
 from tracekit.rules.collective_batching import ReducedEveryMicroBatch, SmallCollectives
 from tracekit.rules.communication import ExposedCommunication
 from tracekit.rules.compute import IdleTensorCores, MisalignedProducts, PartialWaves, UnfusedKernels, UnfusedOptimizer
-from tracekit.rules.contention import ContendedCompute, PreparationGap, StarvedCollectives
+from tracekit.rules.contention import ComputeSlowedByCopies, ContendedCompute, PreparationGap, StarvedCollectives
 from tracekit.rules.cpu_ops import AnomalyMode, DeterministicFills, RepeatedCasts, SlowArithmetic, SmallOps
 from tracekit.rules.data_quality import DoubtfulTrace
 from tracekit.rules.device_slowdowns import ClockDrop, DeviceStall
@@ -50,10 +50,10 @@ from tracekit.rules.streams import ExposedCopy, GiveWay, SerializedStreams
 
 RULES: tuple[type[Rule], ...] = (
     ExposedCommunication, SmallCollectives, ReducedEveryMicroBatch, PreparationGap, GiveWay, SerializedStreams,
-    ContendedCompute, StarvedCollectives, DeviceStall, Straggler, SlowLink, UnevenRanks, LateGroup,
-    OccasionalStraggler, PipelineBubble, UnbalancedStages, FewMicroBatches, ShardedMicroBatches, SlowPipelineLink,
-    TensorParallelAcrossNodes, ExposedTensorParallel, OverloadedExperts, LateLaunch, BlockingSync, DataStall,
-    ExposedCopy, Recompilation, GarbageCollection, OversubscribedHost, InterruptedPython, MisalignedProducts,
+    ContendedCompute, StarvedCollectives, DeviceStall, ComputeSlowedByCopies, Straggler, SlowLink, UnevenRanks,
+    LateGroup, OccasionalStraggler, PipelineBubble, UnbalancedStages, FewMicroBatches, ShardedMicroBatches,
+    SlowPipelineLink, TensorParallelAcrossNodes, ExposedTensorParallel, OverloadedExperts, LateLaunch, BlockingSync,
+    DataStall, ExposedCopy, Recompilation, GarbageCollection, OversubscribedHost, InterruptedPython, MisalignedProducts,
     IdleTensorCores, UnfusedOptimizer, UnfusedKernels, PartialWaves, SlowArithmetic, RepeatedCasts, SmallOps,
     AnomalyMode, DeterministicFills, SideWork, OutlierStep, ColdStart, ClockDrop, StalledCollective,
     SteadyDeviceAllocation, NeedlessRecomputation, GrowingMemory, LittleHeadroom, IdleReserve, PeakOwner,

@@ -8,6 +8,7 @@ preparation gains, the main compute loses, also where the recording never shows 
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -28,24 +29,32 @@ _ALONE, _OVERLAPPED = 0.02, 0.9
 _SAMPLES = 3
 _LEAST = 0.005
 _KEY = ["rank", "kernel"]
+_CONCURRENT = {
+    "communication": "a collective and alone: record a step without communication (no_sync)",
+    "memcpy": "a copy and alone: record a step without the copies",
+}
+"""What the data lacks where no kernel ran both with and without concurrent work of a kind."""
 
 
-def uncontended_compute(graph: Graph) -> Graph:
-    """Return the graph with compute at its speed without collectives. Raises InsufficientDataError without samples."""
-    node, slowdown = compute_slowdowns(graph)
-    compute = _compute_nodes(graph)
+def uncontended_compute(graph: Graph, by: str = "communication") -> Graph:
+    """Return the graph with compute at its speed without concurrent work of the kind `by`.
+
+    Raises InsufficientDataError without samples.
+    """
+    node, slowdown = compute_slowdowns(graph, by)
+    compute = _compute_nodes(graph, by)
     lost_ns = np.round(compute["overlap_ns"].to_numpy() * slowdown / (1 + slowdown)).astype(np.int64)
     return graph.with_durations(node, graph.own_ns[node] - lost_ns)
 
 
-def compute_slowdowns(graph: Graph) -> tuple[Ints, npt.NDArray[np.float64]]:
-    """Return the compute nodes of devices, and the relative slowdown of each by concurrent collectives.
+def compute_slowdowns(graph: Graph, by: str = "communication") -> tuple[Ints, npt.NDArray[np.float64]]:
+    """Return the compute nodes of devices, and the relative slowdown of each by concurrent collectives, or copies.
 
     The same kernel has equal name, grid, block and input shapes (`contention.DeviceWork`) on one rank. The slowdown
-    compares work that a collective overlaps for its whole time with work without, by name, or over all names where one
-    has too few samples. Raises InsufficientDataError without samples of both.
+    compares work that work of the kind `by` overlaps for its whole time with work without, by name, or over all names
+    where one has too few samples. Raises InsufficientDataError without samples of both.
     """
-    compute = _compute_nodes(graph)
+    compute = _compute_nodes(graph, by)
     solo = compute.filter(pl.col("overlap_ns") <= _ALONE * pl.col("took_ns"), ~pl.col("crowded"))
     solo_ns = solo.group_by(_KEY).agg(pl.col("took_ns").median().alias("alone_ns"))
     overlapped = compute.filter(pl.col("overlap_ns") >= _OVERLAPPED * pl.col("took_ns"), ~pl.col("crowded"))
@@ -53,9 +62,7 @@ def compute_slowdowns(graph: Graph) -> tuple[Ints, npt.NDArray[np.float64]]:
         (pl.col("took_ns") / pl.col("alone_ns") - 1).alias("longer")
     )
     if ratios.height < _SAMPLES:
-        raise InsufficientDataError(
-            "no kernel ran both overlapped by a collective and alone: record a step without communication (no_sync)"
-        )
+        raise InsufficientDataError(f"no kernel ran both overlapped by {_CONCURRENT[by]}")
     overall = float(np.average(ratios["longer"].to_numpy(), weights=ratios["alone_ns"].to_numpy()))
     by_name = ratios.group_by("name").agg(pl.col("longer").median(), pl.len().alias("samples"))
     longer = pl.when(pl.col("samples") >= _SAMPLES).then("longer").fill_null(overall)
@@ -164,6 +171,14 @@ SLOWED_COMPUTE = Cause(
     confidence=0.7, removed_contention=Contention.COMPUTE,
     summary="compute is as fast with concurrent collectives as alone",
     basis="the same kernel (name, grid, shapes) alone and overlapped by collectives",
+)  # fmt: skip
+SLOWED_BY_COPIES = Cause(
+    name="slowed-by-copies",
+    loss="compute that concurrent copies slow",
+    codes=("STREAM006",), kind=Kind.CONTENTION, transform=partial(uncontended_compute, by="memcpy"), place=20,
+    confidence=0.7,
+    summary="compute is as fast with concurrent copies as alone",
+    basis="the same kernel (name, grid, shapes) alone and overlapped by copies of other streams",
 )  # fmt: skip
 SLOWED_COLLECTIVES = Cause(
     name="slowed-collectives",
@@ -308,10 +323,10 @@ def _slowdowns(overlapped: pl.DataFrame, solo: pl.DataFrame, same: list[str]) ->
     return joined.with_columns((pl.col("took_ns") / pl.col("bytes") / pl.col("alone_per_byte") - 1).alias("longer"))
 
 
-def _compute_nodes(graph: Graph) -> pl.DataFrame:
-    """Return the compute of devices: at (node), _KEY, name, took_ns, overlap_ns (with collectives), crowded.
+def _compute_nodes(graph: Graph, by: str) -> pl.DataFrame:
+    """Return the compute of devices: at (node), _KEY, name, took_ns, overlap_ns (with work of the kind `by`), crowded.
 
-    crowded: preparation overlapped it.
+    crowded: preparation, or where copies are compared a collective, overlapped it.
     """
     took = pl.Series("took_ns", graph.own_ns[: graph.count])
     frame = graph.frame.select("at", *_KEY, "name", "device", "kind", "start_ns", "end_ns", took).filter(
@@ -322,11 +337,12 @@ def _compute_nodes(graph: Graph) -> pl.DataFrame:
             "no device activity was recorded; on the CPU, concurrent compute cannot be identified"
         )
     prepares = frame["at"].is_in(graph.prepared["node"].implode())
-    calls, computes = frame["kind"] == "communication", frame["kind"] == "compute"
+    concurrent, calls, computes = (frame["kind"] == kind for kind in (by, "communication", "compute"))
     off_main = ~pl.Series(graph.is_main_lane[frame["at"].to_numpy()])
     is_compute = computes & ~prepares & (frame["took_ns"] > 0)
-    overlap = overlapped_ns(frame, is_compute.to_numpy(), calls.to_numpy())
-    crowded = overlapped_ns(frame, is_compute.to_numpy(), (prepares | computes & off_main).to_numpy()) > 0
+    overlap = overlapped_ns(frame, is_compute.to_numpy(), concurrent.to_numpy())
+    others = prepares | computes & off_main | calls & ~concurrent
+    crowded = overlapped_ns(frame, is_compute.to_numpy(), others.to_numpy()) > 0
     return frame.filter(is_compute).select(
         "at", *_KEY, "name", "took_ns", pl.Series("overlap_ns", overlap), pl.Series("crowded", crowded)
     )
