@@ -96,7 +96,8 @@ class ContendedCompute(Rule):
         yield loss.finding(
             self,
             Severity.INFO if suspicion else Severity.WARNING,
-            f"Kernels take {slowdown} as long during {self.concurrent_work} as alone. {_cost(loss, 'slowed_ns')}.{suspicion}",
+            f"Kernels take {slowdown} as long during {self.concurrent_work} as alone. "
+            f"{_cost(loss, 'slowed_ns')}.{suspicion}",
             self._fix(run),
             confidence=confidence,
             evidence=quoted_first.head(40),
@@ -223,7 +224,8 @@ class StarvedCollectives(Rule):
         yield loss.finding(
             self,
             Severity.INFO if suspicion else Severity.WARNING,
-            f"Collectives take {slowdown} as long during compute as alone{_bandwidth(run)}. {_cost(loss, 'overlapped_ns')}.{suspicion}",
+            f"Collectives take {slowdown} as long during compute as alone{_bandwidth(run)}. "
+            f"{_cost(loss, 'overlapped_ns')}.{suspicion}",
             "Give collectives more SMs or priority (NCCL_MIN_CTAS, ProcessGroupNCCL.Options.is_high_priority_stream), "
             f"or start them earlier{_EARLIER.get(workload.run_strategy(run) or '', ' (async_op=True)')}.",
             confidence=confidence * (1.0 if is_whole else 0.8),

@@ -162,7 +162,10 @@ class _HostPhase(Rule):
         return int(str(by_device.max() or 0))
 
     def _outside_ns(self, run: Run, rank: int) -> int:
-        """Time of the phase before the first and after the last work of the windows of a rank."""
+        """Time of the phase before the first and after the last work of the windows of a rank, while no device works.
+
+        Before the first launch of a recording a device may still run what was queued before.
+        """
         bounds = (
             run.table(breakdown.by_step)
             .filter(rank=rank)
@@ -174,7 +177,7 @@ class _HostPhase(Rule):
         )
         phases = run.table(host_phases.host_phases).filter(rank=rank, phase=self.phase).join(bounds, on="window")
         is_inside = pl.col("start_ns").is_between("first_ns", "end_ns")
-        return int(phases.filter(~is_inside)["dur_ns"].sum())
+        return int(phases.filter(~is_inside)["idle_ns"].sum())
 
     def _evidence(self, run: Run, ranks: tuple[int, ...]) -> pl.DataFrame:
         rows = run.table(host_phases.host_phases).filter(pl.col("rank").is_in(list(ranks)), phase=self.phase)

@@ -3,15 +3,15 @@
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.time import host_state, trace_columns
+from tracekit.analysis.time import breakdown, host_state, trace_columns
 from tracekit.ingest.readers.normalize.name_patterns import COMPILER
-from tracekit.model import nesting, schema
+from tracekit.model import intervals, nesting, schema
 from tracekit.model.fact import trace_fact
 from tracekit.model.sweep_line import Flags
 from tracekit.model.trace import Trace
 
 COLUMNS = schema.columns(
-    "step phase start_ns dur_ns name compile_id", phase=pl.String, name=pl.String, compile_id=pl.String
+    "step phase start_ns dur_ns idle_ns name compile_id", phase=pl.String, name=pl.String, compile_id=pl.String
 )
 _PATTERNS = {host_state.COMPILE: COMPILER, host_state.GARBAGE_COLLECTION: host_state.COLLECTOR}
 _COMPILE_ID = r"(?:compile_id=|^Torch-Compiled Region: )([\w!/.]+)"
@@ -23,7 +23,8 @@ def host_phases(trace: Trace) -> pl.DataFrame:
     """Spans in which a thread that launches work is in a compiler or in Python's garbage collector; use ``run.table``.
 
     Columns COLUMNS: step (in which it begins on the host, else on the device), phase (`host_state.COMPILE` or
-    GARBAGE_COLLECTION), name (of the outermost slice), compile_id (of torch.compile, "0/3"; null where none is
+    GARBAGE_COLLECTION), idle_ns (its time in which no device runs anything; on a CPU run all of it), name (of the
+    outermost slice), compile_id (of torch.compile, "0/3"; null where none is
     recorded); one row per such slice, by start. Garbage that a compiler collects is part of the compilation.
     """
     outermost = {phase: _outermost(trace, pattern) for phase, pattern in _PATTERNS.items()}
@@ -40,7 +41,14 @@ def host_phases(trace: Trace) -> pl.DataFrame:
     # Iterations that were found by repetition are not marked on the host.
     begun = trace_columns.windows(trace).select("start_ns", of_device="step").unique("of_device").sort("start_ns")
     located = phases.join_asof(begun, on="start_ns", check_sortedness=False)
-    return schema.select(located.with_columns(pl.coalesce("step", "of_device").alias("step")), COLUMNS)
+    idle_ns = pl.col("dur_ns") - pl.Series(intervals.coverage(intervals.from_table(located), _busy(trace)))
+    return schema.select(located.with_columns(pl.coalesce("step", "of_device").alias("step"), idle_ns=idle_ns), COLUMNS)
+
+
+def _busy(trace: Trace) -> intervals.Spans:
+    """Spans in which any device runs something, also what was queued before the recording."""
+    devices = [device for device in breakdown.devices(trace) if device is not None]
+    return intervals.union(*(spans for device in devices for spans in breakdown.busy(trace, device)))
 
 
 def _outermost(trace: Trace, pattern: str) -> Flags:
