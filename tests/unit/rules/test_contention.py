@@ -4,8 +4,10 @@ import polars as pl
 import pytest
 
 from tests.support import drawn_hosts, drawn_traces
+from tests.support.gpu_hosts import GpuHost
 from tests.support.rule_examples import EXAMPLES, overlap_run
-from tracekit.rules.contention import ContendedCompute, StarvedCollectives
+from tracekit.ingest.loader import load
+from tracekit.rules.contention import ComputeSlowedByCopies, ContendedCompute, StarvedCollectives
 from tracekit.rules.engine import check
 from tracekit.rules.rule import Severity
 
@@ -80,3 +82,38 @@ def test_only_fsdp2_is_advised_to_prefetch_modules(strategy):
     trace = overlap_run("aaa.b..", "xxxx.yy").trace(0)
     run = drawn_traces.run(trace, **({"strategy": strategy} if strategy else {}))
     assert ("set_modules_to_forward_prefetch" in judge(run, StarvedCollectives()).fix) == (strategy == "fsdp2")
+
+
+def copying_run(folder, slowed_us, *, copies_in=range(6)):
+    """Return a run of six steps of 40 kernels; beside every second one of some steps another stream copies to it.
+
+    Kernels without a copy take 100 µs, those with one `slowed_us`.
+    """
+    host = GpuHost()
+    for step in range(6):
+        with host.step(step):
+            host.wait()
+            for number in range(40):
+                is_copied = number % 2 == 1 and step in copies_in
+                start_us, end_us = host.kernel("gemm", slowed_us if is_copied else 100.0)
+                if is_copied:
+                    host.free_us[8] = start_us
+                    host.copy_beside(end_us - start_us, stream=8)
+    host.wait()
+    host.write(folder)
+    return load(folder, cache=False)
+
+
+def test_compute_that_copies_slow_costs_what_it_takes_longer(tmp_path):
+    (found,) = check(copying_run(tmp_path, 150.0), [ComputeSlowedByCopies()]).findings
+    assert found.severity is Severity.WARNING
+    assert found.cost_ns == pytest.approx(20 * 50_000, rel=0.05)
+
+
+def test_copies_that_slow_no_kernel_are_no_finding(tmp_path):
+    assert check(copying_run(tmp_path, 103.0), [ComputeSlowedByCopies()]).findings == ()
+
+
+def test_a_copy_costs_only_the_steps_that_have_it(tmp_path):
+    (found,) = check(copying_run(tmp_path, 150.0, copies_in=(1, 3, 5)), [ComputeSlowedByCopies()]).findings
+    assert found.cost_ns == pytest.approx(20 * 50_000 / 2, rel=0.05)
