@@ -87,3 +87,21 @@ class GpuHost:
         where = {"device": 0, "stream": stream, **args}
         self.events.append(kineto_files.slice_(category, name, start_us, dur_us, tid=stream, **where))
         return start_us, start_us + dur_us
+
+
+def all_reduce(hosts: list[GpuHost], dur_us: float, *, stream: int = 20, elements: int = 1 << 20) -> None:
+    """Let all ranks reduce after their kernels, and compute only when that has ended.
+
+    It begins on each rank when its kernels have ended, and ends on all `dur_us` after the last one has begun.
+    """
+    ranks = [host.rank for host in hosts]
+    args = {"Collective name": "allreduce", "In msg nelems": elements, "Out msg nelems": elements, "dtype": "Float"}
+    args |= {"Group size": len(ranks), "Process Group Name": "0", "Process Group Ranks": str(ranks)}
+    launched_us = [host.host_us + LAUNCH_US + 2.5 for host in hosts]
+    starts_us = [max(at_us, host.free_us[STREAM]) for at_us, host in zip(launched_us, hosts, strict=True)]
+    end_us = max(starts_us) + dur_us
+    for host, start_us in zip(hosts, starts_us, strict=True):
+        host.free_us[stream] = start_us
+        name = "ncclDevKernel_AllReduce_Sum_f32_RING_LL"
+        host.kernel(name, end_us - start_us, stream=stream, after_us=start_us, **args)
+        host.free_us[STREAM] = end_us + 1

@@ -11,6 +11,7 @@ from tracekit.analysis.communication import collective_instances
 from tracekit.analysis.compute.excess_time import EXTRA, LARGER, LATE, LONGER, SLOWER, ExcessTime
 from tracekit.analysis.host import cpu_contention
 from tracekit.analysis.parallelism import device_comparison, late_ranks, rank_places, stragglers
+from tracekit.analysis.parallelism import outlier_steps as single_stalls
 from tracekit.analysis.quality import trace_quality
 from tracekit.analysis.time import breakdown, log_contents
 from tracekit.model import units
@@ -78,8 +79,9 @@ class Straggler(Rule):
     run ahead, so that part of the waiting is hidden. Where the late host loads data, synchronizes, allocates or saves
     for longer than the others, or its device is idle for longer meanwhile, and that has a warning, it is the cost
     without that. Below `min_cost_ratio` of the step, or where the others would wait even less without another rank, the
-    finding is information. Waits between pipeline stages do not count: they are the pipeline's bubble. Ranks that are
-    late because their experts are overloaded belong to EP001. Where the metrics log has counters of the GPUs (`record
+    finding is information; that rank is the one for which they wait most in all steps, or in those without a single
+    stall (STEP001). Waits between pipeline stages do not count: they are the pipeline's bubble. Ranks that are late
+    because their experts are overloaded belong to EP001. Where the metrics log has counters of the GPUs (`record
     --device-metrics`), the clock of the late rank is compared with the median of the others in the late steps: below
     97% in at least half of them, its hardware is slower, and the message names the throttle reason that most of the
     others do not have.
@@ -97,7 +99,9 @@ class Straggler(Rule):
 
     code: ClassVar[str] = "RANK001"
     fix_without_pytorch: ClassVar[str] = _WITHOUT_PYTORCH
-    facts: ClassVar[tuple[TraceFact, ...]] = (*late_ranks.FACTS, *OverloadedExperts.facts, *device_comparison.FACTS)
+    facts: ClassVar[tuple[TraceFact, ...]] = (
+        *late_ranks.FACTS, *OverloadedExperts.facts, *device_comparison.FACTS, *outlier_steps.OutlierStep.facts,
+    )  # fmt: skip
     finding_facts: ClassVar[tuple[TraceFact, ...]] = (
         *late_ranks.EXCESS_FACTS, log_contents.reading_issues, *cpu_contention.FACTS,
     )  # fmt: skip
@@ -170,7 +174,7 @@ class Straggler(Rule):
         several = len(ranks) > 1
         name = units.numbers("rank", ranks)
         place = rank_places.shared_place(run, ranks) if several else None
-        is_latest = "stragglers_before" in worst or worst["group"] == late_ranks.latest(run)
+        is_latest = "stragglers_before" in worst or worst["group"] in _latest_groups(run)
         late_steps = late.select(_STEP)
         named = name.capitalize() if place is None else f"{place[0].upper()}{place[1:]} ({name})"
         others = late_work.names(ranks, run.ranks)
@@ -220,6 +224,16 @@ class Straggler(Rule):
             subject=name,
             is_of_window=is_of_window,
         )
+
+
+@memoize
+def _latest_groups(run: Run) -> tuple[tuple[int, ...], ...]:
+    """The rank or group that the others wait for most, in all steps and in those without a single stall.
+
+    A stall of one step may be longer than what a rank is late by in all of them: it is STEP001's, and no straggler.
+    """
+    stalled = run.table(single_stalls.outlier_steps).select(_STEP).unique()
+    return (late_ranks.latest(run), late_ranks.latest(run, left_out=stalled))
 
 
 @memoize
@@ -359,7 +373,7 @@ class UnevenRanks(Rule):
         # What a single rank causes in a few steps is its own finding.
         occasional = run.table(stragglers.occasional_stragglers)
         means = means.join(occasional, on=_STEP, how="anti", nulls_equal=True, maintain_order="left")
-        if means.is_empty() or any(late["group"] == late_ranks.latest(run) for late in Straggler().persistent(run)):
+        if means.is_empty() or any(late["group"] in _latest_groups(run) for late in Straggler().persistent(run)):
             return
         worst = median_row(means, "wait_ratio", "order")
         if worst["wait_ratio"] > self.min_wait_ratio:

@@ -107,12 +107,17 @@ def last_arrivals(run: Run) -> pl.DataFrame:
     )
 
 
-def latest(run: Run) -> tuple[int, ...]:
-    """Return the rank, or the group of ranks, without which the waiting of the others would be shortest; () if none."""
+def latest(run: Run, *, left_out: pl.DataFrame | None = None) -> tuple[int, ...]:
+    """Return the rank, or the group of ranks, without which the waiting of the others would be shortest; () if none.
+
+    The steps that are `left_out` (window and step) do not count.
+    """
     members = run.table(late_groups.groups)
     if not members.is_empty():
         return tuple(members["rank"].to_list())
     arrivals = run.table(late_groups.rank_arrivals).filter("is_judged")
+    if left_out is not None:
+        arrivals = arrivals.join(left_out, on=_STEP, how="anti", nulls_equal=True)
     leads = late_groups.leads_of_ranks(arrivals)
     best = max(leads, key=lambda rank: leads[rank], default=None)
     return (best,) if best is not None and leads[best] > 0 else ()
