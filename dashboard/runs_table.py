@@ -1,5 +1,6 @@
 """The list of runs as a table: filters, orders and columns."""
 
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ COLUMNS: ColumnTypes = {
     "size": pl.Float64, "problem": pl.String,
 }  # fmt: skip
 """The columns from the left: those that answer the page's question are visible in a narrow window."""
+_CLAIM_CHARACTERS = 62
+"""What four lines of the column of claims show."""
 _WORTH_SHOWING = 0.03
 """Share of the time from which a finding of information is no good verdict: from there on findings may be warnings."""
 LARGEST_SAVING = "largest potential saving first"
@@ -146,11 +149,13 @@ def _row(entry: RunEntry) -> tuple[Any, ...]:
 def _claim(first_finding: str) -> str | None:
     """Claim of the finding to read first: without its rule's code and its cost, which has a column of its own.
 
+    As many words as a cell shows.
+
     >>> _claim("COMM001: Ranks take turns; it costs up to 71 ms of 101 ms a step (70.8%)")
     'Ranks take turns'
     """
     claim, _, cost = first_finding.partition(": ")[2].rpartition("; ")
-    return claim or cost or None
+    return textwrap.shorten(claim or cost, _CLAIM_CHARACTERS, placeholder=" …") or None
 
 
 def _matches(entry: RunEntry, run_filter: RunFilter) -> bool:

@@ -54,7 +54,7 @@ _USUAL, _DIGITS, _MAX_DIGITS = 0.001, 2, 3
 _LEAST_SIZE, _MOST_WHOLE_BYTES = 1e-3, 1 << 30
 """The smallest size shown in a larger unit; a column with a smaller one has whole bytes, up to this many."""
 _CHARACTER_PX, _CELL_PADDING_PX, _ROWS_MEASURED = 8, 18, 10
-MAX_NAME_PX = 290
+MAX_NAME_PX = 264
 _SCALES: Mapping[str, Sequence[tuple[float, str]]] = {
     "_ns": ((1e9, "s"), (1e6, "ms"), (1e3, "µs"), (1, "ns")),
     "tflops_per_s": ((1e3, "PFLOP/s"), (1, "TFLOP/s"), (1e-3, "GFLOP/s"), (1e-6, "MFLOP/s")),

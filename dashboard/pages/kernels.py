@@ -152,13 +152,14 @@ def _show_rows(rows: pl.DataFrame, by: tuple[str, ...], level: str) -> None:
     measure = "total_ns" if level == KERNELS else "self_ns"
     widgets.caption(_about(rows, level))
     widgets.chart(charts.top_bars(rows, by, measure=measure), key="kernels-top")
-    first = [*by, "time_ratio", "self_ratio", measure, "total_ns", "count", "kind", "delay_p50_ns", "delay_p95_ns"]
+    first = [*by, "time_ratio", "self_ratio", measure, "total_ns", "count", "delay_p50_ns", "delay_p95_ns"]
     present = [name for name in rows.columns if rows[name].null_count() < rows.height or name in by]
-    ordered = sorted(present, key=lambda name: first.index(name) if name in first else len(first))
+    # The figure shows the kind, by its colour.
+    ordered = sorted(present, key=lambda name: first.index(name) if name in first else len(first) + (name == "kind"))
     widths = {
         name: st.column_config.Column(LABELS.get(name, name), width=widgets.MAX_NAME_PX) for name in by if name in WIDE
     }
-    labels = {"p50_ns": "median", "delay_p50_ns": "median delay", "delay_p95_ns": "p95 delay", "spread_ratio": "spread"}
+    labels = {"p50_ns": "median", "delay_p50_ns": "delay", "delay_p95_ns": "p95 delay", "spread_ratio": "spread"}
     widgets.frame(rows.select(ordered), key=level, column_config=widths, labels=labels)
 
 
@@ -169,7 +170,9 @@ def _about(rows: pl.DataFrame, level: str) -> str:
             "*Self* is the time outside of all nested slices, so self times add up. *Device* is the time of the "
             "kernels that the operator itself launched. *Self share* is of all recorded slices."
         )
-    delay = "*Delay* is from the end of the launching call to the start; a few µs mean that the device was idle. "
+    delay = (
+        "*Delay* is from the end of the launching call to the start (median); a few µs mean that the device was idle. "
+    )
     return (
         count
         + (delay if "delay_p50_ns" in rows.columns else "")

@@ -16,9 +16,9 @@ from tracekit.report import charts, headlines, quoted_moment, rank_selection
 
 ALL_STEPS = "all"
 ABOUT = {
-    charts.AWAITED: (
-        "The longest time that one other rank waits for this rank, as a share of the step; the ranks that others wait "
-        "for most are at the top."
+    charts.OTHERS_LOSE: (
+        "What the other ranks lose to this rank, as a share of the step, also where compute hides their waiting; at "
+        "least the longest wait of one rank for it. The ranks that others lose most to are at the top."
     ),
     charts.SLOWER: (
         "The device window of the step against the median of the ranks. A rank that others wait for can have the "
@@ -108,16 +108,16 @@ def _heatmap(run: OpenRun) -> Mapping[int, str]:
 
 
 def culprits(table: pl.DataFrame) -> Mapping[int, str]:
-    """Return the rank of `rank_timelines.spread` that others wait for longest, and the rank that waits longest for it.
+    """Return the rank of `rank_timelines.spread` that others lose most to, and the rank that waits longest for it.
 
     Empty where nobody waits.
     """
-    sums = table.group_by("rank").agg(pl.col("awaited_ns").sum()).sort("awaited_ns", "rank", descending=[True, False])
-    if sums.is_empty() or not sums["awaited_ns"][0]:
+    sums = table.group_by("rank").agg(pl.col("lost_ns", "awaited_ns").sum())
+    worst = sums.filter(pl.col("awaited_ns") > 0).sort("lost_ns", "rank", descending=[True, False])["rank"].first()
+    if worst is None:
         return {}
-    rank = sums["rank"][0]
-    longest = table.filter(rank=rank).sort("awaited_ns", descending=True)["waiting_rank"][0]
-    return {rank: "others wait longest for it", longest: f"waits longest for rank {rank}"}
+    longest = table.filter(rank=worst).sort("awaited_ns", descending=True)["waiting_rank"][0]
+    return {worst: "most awaited", longest: f"waits longest for rank {worst}"}
 
 
 def _show_cell(run: OpenRun, table: pl.DataFrame, cell: tuple[int, ...] | None) -> None:

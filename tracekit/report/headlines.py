@@ -70,7 +70,11 @@ def ranks(report: Report, run: Run) -> Headline:
     stragglers = [finding for finding in findings if finding.severity > Severity.INFO or finding.code in _STRAGGLERS]
     if stragglers:
         worst = max(stragglers, key=lambda finding: (finding.severity, cost_order(finding)))
-        return Headline(worst.sentence, status=worst.severity.label)
+        cause = next((finding for finding in report.findings if finding.id == worst.consequence_of), None)
+        if cause is None:
+            return Headline(worst.sentence, status=worst.severity.label)
+        text = f"{worst.claim}: {_duration(worst.measured_ns)}, mostly a consequence of {cause.code}"
+        return Headline(text, cause.sentence, cause.severity.label)
     if len(run.ranks) < 2:
         return Headline("Only one rank has a trace, so ranks cannot be compared", status=INFO)
     waits, step_ns = run.table(rank_timelines.awaited_times), breakdown.step_time_ns(run)

@@ -50,7 +50,7 @@ def quoted_row(finding: Finding) -> Mapping[str, Any] | None:
 
 
 def leading_ranks(rows: pl.DataFrame, row: Mapping[str, Any]) -> tuple[int, ...]:
-    """Ranks of the moment of a row of evidence: the late rank, then those that wait longest for it.
+    """Ranks of the moment of a row of evidence: the late rank, then those that wait longest for it in the same step.
 
     Only the row's own rank where the row names no late rank.
     """
@@ -58,7 +58,9 @@ def leading_ranks(rows: pl.DataFrame, row: Mapping[str, Any]) -> tuple[int, ...]
     if column is None:
         return (int(row["rank"]),)
     late = int(row[column])
+    same_step = [pl.col(name).eq_missing(row[name]) for name in ("window", "step") if name in rows.columns]
     waits = rows.drop_nulls([column, "rank", "dur_ns"]).filter(pl.col(column) == late, pl.col("rank") != late)
+    waits = waits.filter(*same_step)
     longest = waits.group_by("rank").agg(pl.col("dur_ns").max()).sort("dur_ns", "rank", descending=[True, False])
     return tuple(dict.fromkeys([late, int(row["rank"]), *longest["rank"].head(MAX_WAITING).to_list()]))
 

@@ -4,10 +4,14 @@ import polars as pl
 import pytest
 
 from tests.support import drawn_hosts, drawn_traces, rule_examples
+from tests.support.cli_runner import tracekit
 from tracekit.analysis.communication import exposed_communication
 from tracekit.analysis.parallelism import rank_timelines
 from tracekit.analysis.time import breakdown
+from tracekit.ingest import loader
 from tracekit.report import charts
+from tracekit.rules import engine
+from tracekit.sync import alignment
 
 RUNS = {
     "one is late": lambda: rule_examples.straggler_run(0, 3),
@@ -70,3 +74,35 @@ def test_a_crowded_figure_drops_short_spans_first():
     bars = charts.rank_activity(states, window).data[0]
     assert len(bars.x) <= 6000
     assert max(bars.x) >= 4000 / 1e6
+
+
+@pytest.mark.parametrize("run_name", ["one is late", "they take turns"])
+def test_others_lose_to_a_rank_at_least_the_longest_wait_for_it(run_name):
+    run = RUNS[run_name]()
+    spread, states = run.table(rank_timelines.spread), run.table(rank_timelines.states)
+    placed_steps = alignment.on_run_clock(spread, run.offsets, ("start_ns",))
+    for rank, step, lost_ns, awaited_ns in spread.select("rank", "step", "lost_ns", "awaited_ns").iter_rows():
+        waits_ns = []
+        for other, begin_ns, dur_ns in (
+            placed_steps.filter(pl.col("rank") != rank, step=step).select("rank", "start_ns", "duration_ns").iter_rows()
+        ):
+            waits = states.filter(state="waiting", rank=other, peer_rank=rank)
+            in_step = waits.filter(pl.col("start_ns").is_between(begin_ns, begin_ns + dur_ns - 1))
+            waits_ns.append(in_step["dur_ns"].sum())
+        assert awaited_ns == max(waits_ns)
+        assert lost_ns >= awaited_ns
+    assert spread["lost_ratio"].sum() > 0
+
+
+def test_others_lose_to_a_rank_what_its_finding_says_also_where_compute_hides_the_wait(tmp_path):
+    layout = ("--gpus", "12", "--ranks-written", "12", "--layers", "2", "--steps", "3", "--fault", "slow-rank:7")
+    assert tracekit("simulate", *layout, "--out", tmp_path / "run").returncode == 0
+    run = loader.load(str(tmp_path / "run"), cache=False)
+    report = engine.check(run)
+    (straggler,) = [finding for finding in report.findings if finding.code == "RANK001"]
+    spread = run.table(rank_timelines.spread)
+    late = spread.filter(rank=7)
+    assert straggler.ranks == (7,)
+    assert straggler.measured_ns in late["lost_ns"]
+    assert late["lost_ns"].sum() > late["awaited_ns"].sum()
+    assert spread.filter(pl.col("rank") != 7)["lost_ns"].sum() == 0

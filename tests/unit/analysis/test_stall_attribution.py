@@ -132,6 +132,23 @@ def test_of_a_thousand_ranks_a_cell_shows_the_slowest_of_its_neighbours():
     assert {value for value in bars.marker.color if value != 0.5} == {0.0}
 
 
+def test_of_a_thousand_ranks_one_that_others_lose_time_to_has_a_row_of_its_own_at_the_top():
+    rows = [
+        {"window": 0, "step": step, "rank": rank, "duration_ns": 10, "median_ns": 10, "longer_ratio": 0.0}
+        | {"exposed_ratio": 0.0, "waited_ratio": 0.0, "lost_ns": int(rank == 617), "lost_ratio": 0.1 * (rank == 617)}
+        for step in range(2)
+        for rank in range(1000)
+    ]
+    for measure in charts.measures(pl.DataFrame(rows)):
+        figure = charts.step_heatmap(pl.DataFrame(rows), measure)
+        (bars,) = figure.data
+        top = [cell for cell, row in zip(bars.customdata, bars.y, strict=True) if row == 0]
+        assert [cell[:2] for cell in top] == [[617, 0], [617, 1]]
+        assert "highest of" not in top[0][2]
+        assert len(set(bars.y)) <= 64
+        assert figure.layout.yaxis.ticktext[0] == "617"
+
+
 def test_a_collective_whose_peers_are_not_known_transfers_for_its_whole_duration():
     calls = pl.DataFrame({"start_ns": [5, 20], "dur_ns": [3, 10], "waited_ns": [None, 4]})
     assert exposed_communication.transfer_spans(calls).tolist() == [[5, 8], [24, 30]]

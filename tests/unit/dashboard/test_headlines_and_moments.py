@@ -43,10 +43,10 @@ def test_the_headlines_of_saves_memory_and_pipelines_have_their_numbers(name):
         assert text in html_of(page(address, SAMPLES / name, tab=tab)).split("tk-headline")[1].split("</b>")[0]
 
 
-def test_ranks_are_coloured_at_first_by_how_long_others_wait_for_them():
+def test_ranks_are_coloured_at_first_by_what_others_lose_to_them():
     shown = page("ranks", SLOW_RANK)
     assert not shown.exception
-    assert shown.session_state["colour"] == charts.AWAITED
+    assert shown.session_state["colour"] == charts.OTHERS_LOSE
     figure = next(json.loads(each.proto.spec) for each in shown.get("plotly_chart") if each.key.startswith("ranks-map"))
     waits = dict(
         zip((cell[0] for cell in figure["data"][0]["customdata"]), figure["data"][0]["marker"]["color"], strict=False)
@@ -79,6 +79,13 @@ def test_the_late_rank_comes_before_those_that_wait_for_it_longest_first():
     assert leading_ranks(EVIDENCE, EVIDENCE.row(2, named=True)) == (7, 4)
     assert leading_ranks(EVIDENCE, EVIDENCE.row(3, named=True)) == (5,)
     assert leading_ranks(EVIDENCE.drop("late_rank"), EVIDENCE.drop("late_rank").row(0, named=True)) == (2,)
+
+
+def test_the_ranks_that_wait_are_those_of_the_same_step():
+    later = EVIDENCE.head(1).with_columns(rank=pl.lit(9, pl.Int64), step=pl.lit(1), dur_ns=pl.lit(50, pl.Int64))
+    evidence = pl.concat([EVIDENCE.with_columns(step=pl.lit(0)), later], how="diagonal")
+    assert leading_ranks(evidence, evidence.row(0, named=True)) == (1, 2, 3)
+    assert leading_ranks(evidence, later.row(0, named=True)) == (1, 9)
 
 
 def test_a_selected_row_of_evidence_names_its_moment_on_the_button(runs):  # noqa: F811

@@ -33,6 +33,19 @@ def test_a_straggler_is_named_with_the_numbers_of_its_finding(wording):
     assert shown.status == straggler.severity.label
 
 
+def test_a_straggler_that_is_a_consequence_has_the_saving_of_its_cause():
+    run = rule_examples.straggler_run(0, 3)
+    report = engine.check(run)
+    (straggler,) = [finding for finding in report.findings if finding.code == "RANK001"]
+    cause = replace(straggler, code="HOST001", claim="The host is late", severity=Severity.ERROR, subject="")
+    straggler = replace(straggler, consequence_of=cause.id, severity=Severity.INFO, measured_ns=10_700_000)
+    shown = headlines.ranks(replace(report, findings=(cause, straggler)), run)
+    assert shown.text.startswith(straggler.claim)
+    assert "10.7 ms" in shown.text
+    assert "HOST001" in shown.text
+    assert (shown.about, shown.status) == (cause.sentence, "error")
+
+
 def test_without_a_finding_the_ranks_page_names_the_rank_that_is_waited_for_longest(wording):
     run = rule_examples.straggler_run(0, 3)
     shown = headlines.ranks(_report(run), run)

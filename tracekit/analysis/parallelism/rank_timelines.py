@@ -3,6 +3,7 @@
 import polars as pl
 
 from tracekit.analysis.communication import collective_instances, exposed_communication
+from tracekit.analysis.parallelism import stragglers
 from tracekit.analysis.time import breakdown
 from tracekit.model import intervals, schema
 from tracekit.model.fact import run_fact
@@ -101,14 +102,21 @@ def awaited_times(run: Run) -> pl.DataFrame:
 def spread(run: Run) -> pl.DataFrame:
     """Exposed communication per step (`exposed_communication.spread`), with the time that others wait for each rank.
 
-    More columns: awaited_ns and waiting_rank of `awaited_times` (0 and null where nobody waits), and awaited_ratio, the
-    share of the median step of all ranks.
+    More columns: awaited_ns and waiting_rank of `awaited_times` (0 and null where nobody waits); lost_ns, the longer of
+    awaited_ns and of what the other ranks lose to the rank, or to its group (`stragglers.straggler_costs`): where
+    compute hides a wait, the following collectives start late instead; and lost_ratio, the share of the median step of
+    all ranks.
     """
+    key = ["window", "step", "rank"]
     waits = run.table(awaited_times).drop_nulls("step").drop("all_waits_ns")
-    steps = run.table(exposed_communication.spread)
-    joined = steps.join(waits, on=["window", "step", "rank"], how="left", maintain_order="left")
-    awaited_ns = pl.col("awaited_ns").fill_null(0)
-    return joined.with_columns(awaited_ns, awaited_ratio=awaited_ns / pl.col("median_ns"))
+    costs = run.table(stragglers.straggler_costs).explode("late_ranks")
+    costs = costs.select("window", "step", pl.col("late_ranks").alias("rank"), "lost_ns")
+    joined = run.table(exposed_communication.spread)
+    for columns in (waits, costs):
+        joined = joined.join(columns, on=key, how="left", maintain_order="left")
+    measured = joined.with_columns(pl.col("awaited_ns", "lost_ns").fill_null(0))
+    lost_ns = pl.max_horizontal("awaited_ns", "lost_ns")
+    return measured.with_columns(lost_ns.alias("lost_ns"), lost_ratio=lost_ns / pl.col("median_ns"))
 
 
 def _calls(run: Run) -> pl.DataFrame:

@@ -49,7 +49,7 @@ from tracekit.report.charts.parallelism import (
     pipeline_step,
     stage_balance,
 )
-from tracekit.report.charts.ranks import AWAITED, SLOWER, measures, rank_activity, step_heatmap
+from tracekit.report.charts.ranks import OTHERS_LOSE, SLOWER, measures, rank_activity, step_heatmap
 from tracekit.report.charts.scaling import scaling
 from tracekit.report.charts.style import CAUSES, COLOURS, CONFIG, KIND_LABELS, LIGHT_KINDS, PARTS, with_title
 from tracekit.report.charts.trace_slices import MAX_SLICES, timeline
@@ -69,7 +69,6 @@ from tracekit.report.charts.what_if import (
 
 __all__ = [
     "ALGORITHM",
-    "AWAITED",
     "BUS",
     "CAUSES",
     "COLOURS",
@@ -81,6 +80,7 @@ __all__ = [
     "MAX_SLICES",
     "MAX_SLOWED_RANKS",
     "MAX_VALUES",
+    "OTHERS_LOSE",
     "PARTS",
     "PATH_COLOURS",
     "REPEATED",

@@ -106,7 +106,7 @@ def concurrent_time(by_phase: pl.DataFrame, kind: str = contention.COMPUTE) -> g
             hover=f"<b>{kind} during {other}</b>, %{{customdata[0]}}",
         )
     return style.with_labelled_rows(
-        figure, order, row_px=44, edge_px=150, barmode="group", bargap=0.25, showlegend=True
+        figure, order, edge_px=150 + 14 * len(order), barmode="group", bargap=0.25, showlegend=True
     )
 
 

@@ -60,7 +60,7 @@ def pipeline_step(actions: pl.DataFrame, gaps: pl.DataFrame) -> go.Figure:
     figure.update_layout(uniformtext_mode="hide")
     style.scale_times(figure)
     style.label_all_rows(figure, rows.sort("y")["label"].to_list())
-    return style.with_style(figure, height_px=130 + 34 * rows.height)
+    return style.with_style(figure, height_px=130 + style.rows_px(rows.height))
 
 
 def stage_balance(bubbles: pl.DataFrame) -> go.Figure:
@@ -154,7 +154,7 @@ def _load_heatmap(table: pl.DataFrame, column: str, size: str, name: str, row: s
     )
     figure.update_xaxes(showgrid=False, fixedrange=True)
     style.label_all_rows(figure, [row.format(rank) for rank in ranks])
-    return style.with_style(figure, height_px=min(130 + 26 * len(ranks), 700))
+    return style.with_style(figure, height_px=130 + style.rows_px(len(ranks)))
 
 
 def _most_uneven(means: pl.DataFrame, name: str) -> pl.DataFrame:

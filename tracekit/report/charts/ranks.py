@@ -21,9 +21,9 @@ LABELS = {
 """The legend text of each activity, and the kind of work whose colour it has."""
 MAX_SPANS = 6000
 
-AWAITED, SLOWER, EXPOSED, WAITED = "awaited_ratio", "longer_ratio", "exposed_ratio", "waited_ratio"
+OTHERS_LOSE, SLOWER, EXPOSED, WAITED = "lost_ratio", "longer_ratio", "exposed_ratio", "waited_ratio"
 MEASURES = {
-    AWAITED: "time others wait for this rank",
+    OTHERS_LOSE: "time others lose to this rank",
     SLOWER: "step time against the median rank",
     EXPOSED: "exposed communication",
     WAITED: "waiting for a late rank",
@@ -42,7 +42,7 @@ MAX_CELLS = 4000
 MAX_ROWS = 64
 """More ranks, or steps with more cells than MAX_CELLS, share a row or column of the heatmap."""
 _QUICK, _SLOW, _PLAIN = "#0072B2", "#D55E00", "rgba(160, 168, 180, 0.25)"
-_SHADES = {AWAITED: _SLOW, EXPOSED: style.COLOURS["communication"], WAITED: style.COLOURS["waiting"]}
+_SHADES = {OTHERS_LOSE: _SLOW, EXPOSED: style.COLOURS["communication"], WAITED: style.COLOURS["waiting"]}
 _MIN_SCALE = 0.02  # the least value of the full colour
 
 
@@ -81,7 +81,7 @@ def rank_activity(
     figure.update_xaxes(range=[(edge - origin_ns) / 1e6 for edge in window])
     style.scale_times(figure)
     style.label_all_rows(figure, names)
-    return style.with_style(figure, height_px=130 + 30 * rows.height)
+    return style.with_style(figure, height_px=130 + style.rows_px(rows.height))
 
 
 def _thin(states: pl.DataFrame, window: Window) -> pl.DataFrame:
@@ -122,8 +122,8 @@ def _hover(row: Mapping[str, Any], label: str) -> str:
 def measures(table: pl.DataFrame) -> dict[str, str]:
     """Return the columns of a table that `step_heatmap` can draw, each with its label."""
     labels = {name: label for name, label in (MEASURES | COUNTERS).items() if name in table.columns}
-    if AWAITED in labels and not table[AWAITED].sum():
-        del labels[AWAITED]  # nobody waits: all cells would be alike
+    if OTHERS_LOSE in labels and not table[OTHERS_LOSE].sum():
+        del labels[OTHERS_LOSE]  # nobody waits: all cells would be alike
     return {name: label for name, label in labels.items() if table[name].count()}
 
 
@@ -131,11 +131,11 @@ def step_heatmap(table: pl.DataFrame, measure: str = SLOWER) -> go.Figure:
     """Return a heatmap of ranks (rows) and steps (columns), coloured by `measure`, one of `measures`.
 
     `table` is `rank_timelines.spread`, of one window, and may have the columns of `device_counters`. The ranks that
-    others wait for most are at the top, where this is drawn; otherwise ranks are in order. Of many ranks or steps,
-    neighbours share a row or column, and the cell shows the one with the highest value (of clocks the lowest). The
-    customdata of a cell starts with its rank and step. Steps without the counter have no cell.
+    others lose most to are at the top, where this is drawn and of many ranks; otherwise ranks are in order. Of many
+    ranks or steps, neighbours share a row or column, and the cell shows the one with the highest value (of clocks the
+    lowest). The customdata of a cell starts with its rank and step. Steps without the counter have no cell.
     """
-    ranks = _culprits_first(table) if measure == AWAITED else _bins(_ranks(table), MAX_ROWS)
+    ranks = _rank_rows(table, measure)
     steps = _bins(table["step"].unique().sort().to_list(), max(MAX_CELLS // max(len(ranks), 1), 1))
     table = table.drop_nulls(measure)
     colours = _colours(table, measure)
@@ -164,19 +164,16 @@ def step_heatmap(table: pl.DataFrame, measure: str = SLOWER) -> go.Figure:
     return style.with_style(figure, height_px=min(max(190, 130 + 26 * len(ranks)), 700))
 
 
-def _ranks(table: pl.DataFrame) -> list[int]:
+def _rank_rows(table: pl.DataFrame, measure: str) -> list[list[int]]:
+    """Ranks of each row of the heatmap: a rank that others lose time to shares its row with none."""
     ranks: list[int] = table["rank"].unique().sort().to_list()
-    return ranks
-
-
-def _culprits_first(table: pl.DataFrame) -> list[list[int]]:
-    """Return the ranks of each row: those that others wait for longest, then the others by number."""
-    sums = table.group_by("rank").agg(pl.col(AWAITED).sum()).sort(AWAITED, "rank", descending=[True, False])
-    ranks: list[int] = sums["rank"].to_list()
-    if len(ranks) <= MAX_ROWS:
-        return [[rank] for rank in ranks]
-    single_count = MAX_ROWS // 2
-    return [[rank] for rank in ranks[:single_count]] + _bins(sorted(ranks[single_count:]), MAX_ROWS - single_count)
+    if OTHERS_LOSE not in table.columns or (measure != OTHERS_LOSE and len(ranks) <= MAX_ROWS):
+        return _bins(ranks, MAX_ROWS)
+    sums = table.group_by("rank").agg(pl.col(OTHERS_LOSE).sum()).sort(OTHERS_LOSE, "rank", descending=[True, False])
+    culprits_first: list[int] = sums["rank"].to_list()
+    single_count = len(ranks) if len(ranks) <= MAX_ROWS else MAX_ROWS // 2
+    rest = sorted(culprits_first[single_count:])
+    return [[rank] for rank in culprits_first[:single_count]] + _bins(rest, MAX_ROWS - single_count or 1)
 
 
 def _bins(values: Sequence[int], max_bins: int) -> list[list[int]]:
@@ -248,7 +245,7 @@ def _cell_hover(row: dict[str, Any]) -> str:
     counters = [f"{row[name]:,.0f}{_SUFFIXES[name]}" for name in COUNTERS if row.get(name) is not None]
     counters += [escaping.escape(reason) for reason in row.get(device_metrics.THROTTLE_REASONS) or ()]
     return (
-        f"<b>rank {row['rank']}, step {row['step']}</b><br>{_awaited_hover(row)}"
+        f"<b>rank {row['rank']}, step {row['step']}</b><br>{_lost_hover(row)}"
         f"{units.duration(row['duration_ns'])}, median of ranks "
         f"{units.duration(row['median_ns'])} ({row[SLOWER]:+.1%})<br>exposed communication "
         f"{units.share(row[EXPOSED])}, waiting for a late rank {units.share(row[WAITED])}"
@@ -256,7 +253,8 @@ def _cell_hover(row: dict[str, Any]) -> str:
     )
 
 
-def _awaited_hover(row: dict[str, Any]) -> str:
+def _lost_hover(row: dict[str, Any]) -> str:
+    lost = f"others lose {units.duration(row['lost_ns'])} to it<br>" if row.get("lost_ns") else ""
     if not row.get("awaited_ns"):
-        return ""
-    return f"others wait up to {units.duration(row['awaited_ns'])} for it (rank {row['waiting_rank']} longest)<br>"
+        return lost
+    return f"{lost}rank {row['waiting_rank']} waits longest for it: {units.duration(row['awaited_ns'])}<br>"

@@ -73,6 +73,9 @@ _TIME_UNITS = ((1000.0, 1e-3, "s"), (1.0, 1.0, "ms"), (-1.0, 1e3, "µs"))
 _LEGEND_PX, _BUTTONS_PX = 62, 34  # above the plot
 _LEAST_PX, _MAX_ROWS_PX = 220, 1400
 """Of a figure with a row a name: in a narrow window, its legend takes several lines."""
+_ROW_PX, _LEAST_ROW_PX, _WINDOW_PX = 30, 12, 760
+"""The height of a row, the least that a label fits into, and that of all rows which a window shows."""
+_FONT_PX = 13
 _GRID = "rgba(128, 138, 150, 0.22)"
 
 
@@ -90,7 +93,7 @@ def with_style(figure: go.Figure, *, height_px: int) -> go.Figure:
         hovermode="closest",
         modebar={"bgcolor": "rgba(0,0,0,0)", "color": "rgba(128, 138, 150, 0.7)", "activecolor": "#0072B2"},
         hoverlabel={"align": "left", "namelength": -1},
-        font={"size": 13},
+        font={"size": _FONT_PX},
     )
     # Plotly writes 12,000 ms as "12k ms".
     common = {"gridcolor": _GRID, "zeroline": False, "automargin": True}
@@ -127,15 +130,26 @@ def add_bars(
     )
 
 
-def with_labelled_rows(
-    figure: go.Figure, names: Sequence[str], *, row_px: int = 30, edge_px: int = 136, **layout: Any
-) -> go.Figure:
+def with_labelled_rows(figure: go.Figure, names: Sequence[str], *, edge_px: int = 136, **layout: Any) -> go.Figure:
     """Return a figure of horizontal bars in ms, at 0, 1, 2 … from the top, with its rows labelled with `names`."""
     figure.update_layout({"barmode": "stack", "bargap": 0.28} | layout)
     figure.update_xaxes(rangemode="tozero")
     scale_times(figure)
     label_rows(figure, names)
-    return with_style(figure, height_px=min(max(edge_px + row_px * len(names), _LEAST_PX), _MAX_ROWS_PX))
+    return with_style(figure, height_px=min(max(edge_px + rows_px(len(names)), _LEAST_PX), _MAX_ROWS_PX))
+
+
+def rows_px(count: int) -> int:
+    """Height of so many labelled rows: of many, each is as low as its label allows, so that a window shows all.
+
+    >>> rows_px(8), rows_px(64)
+    (240, 768)
+    """
+    return count * _row_px(count)
+
+
+def _row_px(count: int) -> int:
+    return min(max(_WINDOW_PX // max(count, 1), _LEAST_ROW_PX), _ROW_PX)
 
 
 def scale_times(figure: go.Figure, axis: str = "x") -> None:
@@ -192,6 +206,7 @@ def label_all_rows(figure: go.Figure, names: Sequence[str], *, max_characters: i
         range=[len(names) - 0.4, -0.6],
         tickvals=list(range(len(names))),
         ticktext=[escaping.escape(name, max_characters) for name in names],
+        tickfont={"size": min(_row_px(len(names)) - 2, _FONT_PX)},
         showgrid=False,
         fixedrange=True,
     )
@@ -210,6 +225,7 @@ def label_rows(figure: go.Figure, names: Sequence[str], *, max_characters: int =
         autorange="reversed",
         tickvals=list(range(0, len(names), stride)),
         ticktext=[escaping.escape(name, max_characters) for name in names[::stride]],
+        tickfont={"size": min(_row_px(len(names)) - 2, _FONT_PX)},
         showgrid=False,
         fixedrange=True,
     )

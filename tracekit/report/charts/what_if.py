@@ -151,7 +151,7 @@ def critical_path(parts: pl.DataFrame, start_ns: int) -> go.Figure:
     figure.update_layout(barmode="overlay", dragmode="zoom", clickmode="event+select")
     style.scale_times(figure)
     style.label_all_rows(figure, [f"rank {rank}" for rank in ranks])
-    return style.with_style(figure, height_px=140 + 34 * len(ranks))
+    return style.with_style(figure, height_px=140 + style.rows_px(len(ranks)))
 
 
 def lost_time(

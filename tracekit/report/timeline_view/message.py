@@ -28,7 +28,7 @@ MAX_BANDS = 2000
 MAX_MARKS = 1500
 MAX_MATCHES = 1000
 MAX_ROWS = 80
-MAX_OPEN_HOSTS = 2  # as in layout.js
+MAX_OPEN_HOSTS = 1  # as in layout.js
 MAX_FIRST_TRACKS = 64
 MAP_BINS = 400
 _MAP_KINDS = ("compute", "communication")
@@ -148,7 +148,7 @@ def _overview(scene: timeline.Scene) -> dict[str, Any]:
 
 
 def initial_tracks(scene: timeline.Scene) -> tuple[int, ...]:
-    """Return the tracks that a browser requests first: with many ranks it folds those of the host."""
+    """Return the tracks that a browser requests first: with several ranks it folds those of the host."""
     tracks = scene.tracks
     visible = tracks.filter(pl.col("role") != "host") if tracks["rank"].n_unique() > MAX_OPEN_HOSTS else tracks
     return tuple(visible["track"].head(MAX_FIRST_TRACKS))

@@ -6,7 +6,7 @@ const RANK_PX = 22;
 const UNITS_PX = 15;
 const GROUP_PX = 18;
 const STRIP_PX = 18;
-const MAX_OPEN_HOSTS = 2;
+const MAX_OPEN_HOSTS = 1;
 
 class Layout {
   /** `tracks` from top to bottom; `unitRanks`: the ranks that have bands of units; `places` of ranks in the mesh. */
@@ -22,7 +22,7 @@ class Layout {
     this.place();
   }
 
-  /** With many ranks the host threads are folded, so that the devices are next to each other. */
+  /** With several ranks the host threads are folded, so that the devices are next to each other. */
   initiallyFolded() {
     if (this.ranks.size <= MAX_OPEN_HOSTS) return [];
     const keys = [];

@@ -160,14 +160,14 @@ function shortened(text, characters) {
 /** Findings as bands behind the tracks of their rank. */
 function paintEvidence(timeline) {
   const { ctx, layout } = timeline;
-  const whole = { top: 0, bottom: layout.heightPx };
   for (const mark of timeline.findings) {
+    const part = layout.partOfRank.get(mark.rank);
+    if (!part) continue; // of many ranks only some are drawn
     ctx.fillStyle = mark.colour ?? timeline.inks.evidence;
     const [left, right] = [timeline.xOf(mark.start), timeline.xOf(mark.end)];
     if (right < GUTTER_PX || left > timeline.widthPx) continue;
-    const { top, bottom } = layout.partOfRank.get(mark.rank) ?? whole;
     ctx.globalAlpha = mark.key === timeline.finding ? 0.34 : 0.13;
-    ctx.fillRect(left, timeline.yOf(top), Math.max(right - left, 1.5), bottom - top);
+    ctx.fillRect(left, timeline.yOf(part.top), Math.max(right - left, 1.5), part.bottom - part.top);
   }
   ctx.globalAlpha = 1;
 }
