@@ -29,6 +29,7 @@ _MEASURES = {
 _UNITS = {"flops": units.operations, "sent_bytes": units.size, "allocated_bytes": units.size}
 _DEFAULT_KINDS = ("cpu_op",)
 WIDE = ("name", "op", "shapes")
+BY_NAME = ("name",)
 
 
 def show(run: OpenRun) -> None:
@@ -43,7 +44,7 @@ def show(run: OpenRun) -> None:
     columns = middle.multiselect(
         "Group by", keys, key=bind_several("by", keys, ["name"]), format_func=lambda key: LABELS.get(key, key)
     )
-    by = tuple(columns) or ("name",)
+    by = tuple(columns) or BY_NAME
     text = right.text_input("Search", key=bind_text("search"), placeholder="part of a name, any case")
     kinds: tuple[str, ...] = ()
     if level == OPERATORS:
@@ -51,10 +52,7 @@ def show(run: OpenRun) -> None:
         chosen_kinds = st.pills("Kinds of host slices", tables.HOST_KINDS, selection_mode="multi", key=key)
         kinds = tuple(chosen_kinds) or _DEFAULT_KINDS
     with widgets.measuring("Adding up"):
-        if level == KERNELS:
-            table = run.cached_table(tables.kernels, by)
-        else:
-            table = run.cached_table(tables.operators, by, kinds)
+        table = _kernels(run, by) if level == KERNELS else run.cached_table(tables.operators, by, kinds)
     rows = _search(table, by, text)
     if rows.is_empty():
         widgets.info("No name contains this text." if text else "The traces contain nothing of this kind.")
@@ -139,6 +137,11 @@ def _show_roofline(run: OpenRun, place: DeltaGenerator) -> None:  # noqa: ARG001
 _VIEWS = {MODULES: _show_modules, STACKS: _show_stacks, ROOFLINE: _show_roofline}
 
 
+def _kernels(run: OpenRun, by: tuple[str, ...] = BY_NAME) -> pl.DataFrame:
+    """Kernels by some columns; by name they were measured when the run was checked."""
+    return run.table(tables.KERNELS_BY_NAME) if by == BY_NAME else run.cached_table(tables.kernels, by)
+
+
 def _search(table: pl.DataFrame, by: tuple[str, ...], text: str) -> pl.DataFrame:
     if not text.strip():
         return table
@@ -200,13 +203,13 @@ def _headline(run: OpenRun) -> Headline | None:
     of_view = _HEADLINES[level](run) if level in _HEADLINES else None
     if of_view is not None:
         return of_view
-    table = run.cached_table(tables.kernels, ("name",))
+    table = _kernels(run)
     return headlines.kernels(run.report, table) if table.height else _operators_headline(run)
 
 
 def _operators_headline(run: OpenRun) -> Headline | None:
     kinds = tuple(st.session_state[bind_several("kinds", tables.HOST_KINDS, _DEFAULT_KINDS)]) or _DEFAULT_KINDS
-    return headlines.kernels(run.report, run.cached_table(tables.operators, ("name",), kinds))
+    return headlines.kernels(run.report, run.cached_table(tables.operators, BY_NAME, kinds))
 
 
 def _modules_headline(run: OpenRun) -> Headline | None:

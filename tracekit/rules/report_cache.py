@@ -24,7 +24,7 @@ import numpy as np
 import polars as pl
 
 from tracekit import conventions
-from tracekit.analysis.compute import compute_gap_causes
+from tracekit.analysis.compute import compute_gap_causes, kernels
 from tracekit.analysis.host import ops
 from tracekit.analysis.time import breakdown
 from tracekit.conventions import object_storage
@@ -44,13 +44,15 @@ from tracekit.rules.report_entry import Summary
 from tracekit.rules.rule import Report
 
 FACTS: tuple[TraceFact, ...] = (
-    breakdown.by_rank, breakdown.extent, compute_gap_causes.communication_gap_time, ops.roofs,
+    breakdown.by_rank, breakdown.extent, compute_gap_causes.communication_gap_time, ops.roofs, *kernels.BY_NAME,
 )  # fmt: skip
 """Facts of traces that reports and pages draw and no rule reads: every check that is stored measures them, too."""
 MIN_MEASURED_S = 0.2
 """A table that takes less is measured again: reading it would save little, and each is a file."""
 MAX_TABLE_BYTES = 128 << 20
 """Limit for one table: in memory, or of its Parquet files."""
+MAX_ACTIVITIES = MAX_TABLE_BYTES // 8
+"""Of more activities, whose durations would not fit into one table, a page adds up the kernels when it needs them."""
 _PARTS = "\0parts"
 
 
@@ -86,7 +88,7 @@ def report(
             raise error
         on_crash(code, error)
 
-    new_report = engine.check(run, facts=facts, on_progress=on_progress, on_rule=on_rule, on_crash=note)
+    new_report = engine.check(run, facts=(*FACTS, *facts), on_progress=on_progress, on_rule=on_rule, on_crash=note)
     for survey in surveys:
         run.table(survey)
     if not crashed and key is not None:
@@ -175,6 +177,8 @@ def store(
     # A role has the path of its own folder, where that is below: a report is named by the path that it is stored for.
     is_of_path = not report.run.roles or os.path.realpath(report.run.path) == os.path.realpath(path)
     if is_of_path and lazy_run.is_unchanged():
+        if kernels.activity_count(report.run) <= MAX_ACTIVITIES:
+            report.run.table(kernels.by_name)
         put(key, report, has_comparisons=has_comparisons)
         report.run.use_cache(_MeasuredTables(DiskCache.of_user("reports"), key, {}, lazy_run.is_unchanged))
 

@@ -49,10 +49,12 @@ def test_the_list_and_the_pages_of_a_checked_run_read_no_trace(checked_runs, mon
     assert not shown.exception
     assert not shown.error
     assert "COMM001" in html_of(shown)
-    for tab in ("waiting", "exposed communication", "bandwidth"):
-        shown = page("ranks", checked_runs / "a", tab=tab)
+    tabs = [("ranks", {"tab": tab}) for tab in ("waiting", "exposed communication", "bandwidth")]
+    for address, choices in (*tabs, ("kernels", {})):
+        shown = page(address, checked_runs / "a", **choices)
         assert not shown.exception
         assert not shown.error
+    assert "gemm" in html_of(shown)
 
 
 def test_a_check_by_other_rules_or_without_the_cache_is_not_stored(checked_runs, tmp_path):

@@ -17,6 +17,7 @@ from polars.testing.parametric import dataframes
 from tests.browser import recorded
 from tests.support.drawn_traces import trace as drawn_trace
 from tracekit.analysis.communication import collective_instances
+from tracekit.analysis.compute import kernels
 from tracekit.analysis.time import breakdown
 from tracekit.conventions.devices import DeviceOverride
 from tracekit.conventions.read_settings import ReadSettings
@@ -106,6 +107,18 @@ def test_a_cached_report_equals_the_computed_one_in_every_format(name):
     _same(cached, computed)
     assert report_json.render(cached, cached.run) == report_json.render(computed, computed.run)
     assert html.render(cached, cached.run) == html.render(computed, computed.run)
+
+
+@pytest.mark.parametrize("most_activities", [report_cache.MAX_ACTIVITIES, 0])
+def test_a_report_has_the_kernels_by_name_unless_there_are_too_many(run, monkeypatch, most_activities):
+    monkeypatch.setattr(report_cache, "MAX_ACTIVITIES", most_activities)
+    report_cache.report(str(run), facts=FACTS)
+    reads = []
+    read = report_cache._LazyRun._read
+    monkeypatch.setattr(report_cache._LazyRun, "_read", lambda *arguments: reads.append(arguments) or read(*arguments))
+    cached = report_cache.report(str(run), facts=FACTS).run
+    assert_frame_equal(cached.table(kernels.by_name), kernels.with_launch_delays(loader.load(str(run))))
+    assert bool(reads) == (most_activities == 0)
 
 
 def test_a_cached_report_reads_no_trace_until_a_new_fact_is_needed(run, monkeypatch):

@@ -1,6 +1,5 @@
 """Device activities by name, launching op and more (on a CPU run, the compute of threads), and CUDA graph replays."""
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -12,7 +11,7 @@ from tracekit.analysis.compute import call_paths
 from tracekit.analysis.time import breakdown, trace_columns
 from tracekit.errors import ConfigError
 from tracekit.model import nesting
-from tracekit.model.fact import trace_fact
+from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.memoize import memoize
 from tracekit.model.nesting import Ints
 from tracekit.model.run import OnTrace, Run
@@ -83,7 +82,7 @@ def kernels(
     """
     require_known("--by", by, KEYS)
     keys = tuple(dict.fromkeys((*by, "kind")))
-    fact = _durations_fact(tuple(key for key in keys if key != "rank"), ops)
+    fact = Durations(tuple(key for key in keys if key != "rank"), ops)
     run.measure((fact, breakdown.by_rank), on_progress)
     device_ns = run.table(breakdown.by_rank)["duration_ns"].sum()
     table = merge_durations(run.table(fact), keys, ranks=run.ranks)
@@ -98,7 +97,7 @@ def with_launch_delays(
     require_known("--by", by, KEYS)
     keys = tuple(key for key in dict.fromkeys((*by, "kind")) if key != "rank")
     run.measure(
-        (_durations_fact(keys, ops), _delays(keys, ops), breakdown.by_rank), on_progress
+        (Durations(keys, ops), Delays(keys, ops), breakdown.by_rank), on_progress
     )  # in one pass over the traces
     table, delays = kernels(run, by, ops=ops), launch_delays(run, by, ops)
     if delays.is_empty():
@@ -117,7 +116,7 @@ def launch_delays(run: Run, by: Sequence[str] = ("name",), ops: OpColumns = reco
     """
     require_known("--by", by, KEYS)
     keys = tuple(dict.fromkeys((*by, "kind")))
-    fact = _delays(tuple(key for key in keys if key != "rank"), ops)
+    fact = Delays(tuple(key for key in keys if key != "rank"), ops)
     ordered = pl.col("delay_ns").sort()
     return (
         run.table(fact)
@@ -135,27 +134,51 @@ def launch_delays(run: Run, by: Sequence[str] = ("name",), ops: OpColumns = reco
     )
 
 
-@functools.cache
-def _delays(keys: tuple[str, ...], ops: OpColumns) -> TraceFact:
-    def fact(trace: Trace) -> pl.DataFrame:
-        work = _with_keys(trace, keys, ops)
+@dataclass(frozen=True)
+class Durations:
+    """Fact of a trace: the durations of its activities by `keys`, as `collect_durations`."""
+
+    keys: tuple[str, ...]
+    ops: OpColumns = recorded_ops
+
+    def __call__(self, trace: Trace) -> pl.DataFrame:
+        """Measure a trace."""
+        return collect_durations(_with_keys(trace, self.keys, self.ops), self.keys)
+
+
+@dataclass(frozen=True)
+class Delays:
+    """Fact of a trace: the times from launch to start of its activities, lists delay_ns by `keys`."""
+
+    keys: tuple[str, ...]
+    ops: OpColumns = recorded_ops
+
+    def __call__(self, trace: Trace) -> pl.DataFrame:
+        """Measure a trace."""
+        work = _with_keys(trace, self.keys, self.ops)
         launched_ns = (pl.col("start_ns") + pl.col("dur_ns")).alias("launched_ns")
         calls = trace.ops.select(pl.col("id").alias("launch_id"), launched_ns)
         launched = work.clear() if not trace.on_device else work.drop_nulls("launch_id")
         delayed = launched.join(calls, on="launch_id", maintain_order="left").with_columns(
             (pl.col("start_ns") - pl.col("launched_ns")).clip(0).alias("delay_ns")
         )
-        return delayed.group_by(keys, maintain_order=True).agg("delay_ns")
-
-    return fact
+        return delayed.group_by(self.keys, maintain_order=True).agg("delay_ns")
 
 
-@functools.cache
-def _durations_fact(keys: tuple[str, ...], ops: OpColumns) -> TraceFact:
-    def fact(trace: Trace) -> pl.DataFrame:
-        return collect_durations(_with_keys(trace, keys, ops), keys)
+BY_NAME: tuple[TraceFact, ...] = (Durations(("name", "kind")), Delays(("name", "kind")))
+"""What `by_name` reads."""
 
-    return fact
+
+def activity_count(run: Run) -> int:
+    """Return how many activities the traces of a run have."""
+    counts = run.scan(BY_NAME[0]).select(pl.col(_DURATIONS).list.len().sum())
+    return int(counts.collect().item())
+
+
+@run_fact
+def by_name(run: Run) -> pl.DataFrame:
+    """Return `with_launch_delays` by name, the first view of kernels; use ``run.table``."""
+    return with_launch_delays(run)
 
 
 def _with_keys(trace: Trace, keys: Sequence[str], ops: OpColumns) -> pl.DataFrame:
