@@ -46,6 +46,11 @@ _LOCK_WAIT_S = 1.0
 _LOCK_POLL_S = 0.005
 _NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe in place of an entry must not block the reader
 
+_WRITERS = 64
+"""Processes that may write at the same time, which share the room that one of them found."""
+_room_bytes: dict[tuple[Path, int], int] = {}
+"""What this process may write into a folder with a limit before it adds up the files again; changed under its lock."""
+
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -125,7 +130,7 @@ class DiskCache:
             with self._lock_folder() as is_locked:
                 if size_bytes <= self.max_bytes:
                     partial_path.replace(self.path(key))
-                if is_locked:
+                if is_locked and not self._has_room(size_bytes):
                     self._evict()
         finally:
             partial_path.unlink(missing_ok=True)
@@ -178,6 +183,15 @@ class DiskCache:
                 fcntl.flock(file, fcntl.LOCK_UN)  # closing does not unlock if a forked process has the file open too
             os.close(file)
 
+    def _has_room(self, size_bytes: int) -> bool:
+        """Whether the files need not be added up after another one of this size: that takes longer, the more there are.
+
+        They were added up before, and all processes together have room for what they have written since.
+        """
+        folder = (self.folder, self.max_bytes)
+        _room_bytes[folder] = _room_bytes.get(folder, 0) - size_bytes
+        return _room_bytes[folder] >= 0
+
     def _evict(self) -> None:
         abandoned_ns = time.time_ns() - _ABANDONED_S * 10**9
         files = sorted(self._files(*KINDS.values(), conventions.PARTIAL_SUFFIX))
@@ -190,6 +204,7 @@ class DiskCache:
             if is_surplus:
                 _remove(path)
                 total_bytes -= size
+        _room_bytes[self.folder, self.max_bytes] = (self.max_bytes - total_bytes) // _WRITERS
 
 
 def code_hash(root: Path, patterns: Iterable[str]) -> str:
