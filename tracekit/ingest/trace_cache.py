@@ -6,7 +6,7 @@ file for the rest, so that each table is read on first access. `tracekit.ingest.
 The key of an entry: path, size, modification time and first and last MiB of the trace file and of its companion files
 (logs), rank, window, and the code that reads. A change in the middle of a file that preserves its size and modification
 time is therefore not noticed. Of a remote file and its companions, the key has size and version (ETag) as listed, so
-that nothing is downloaded to look an entry up.
+that nothing is downloaded to look an entry up. Key and entry have the real path of a local file, however it is written.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ def cached_source(source: Source) -> Source:
 def store(source: Source, trace: Trace) -> None:
     """Store the trace of a source that was read already."""
     if (key := key_of(source)) is not None:
-        TraceCache.of_user().put(key, trace)
+        TraceCache.of_user().put(key, trace, paths=(source.path, _real_path(source)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,10 +74,13 @@ class TraceCache:
         fields, rows = entry
         return StoredTrace.of(fields, partial(self._table, key, rows), read_again)
 
-    def put(self, key: str, trace: Trace) -> None:
-        """Store a trace under `key`, unless JSON or Parquet cannot represent it."""
+    def put(self, key: str, trace: Trace, *, paths: tuple[str, str] = ("", "")) -> None:
+        """Store a trace under `key`, unless JSON or Parquet cannot represent it.
+
+        The entry has the second of `paths` in place of the first.
+        """
         unserializable = (TypeError, ValueError, pl.exceptions.PolarsError)
-        self.disk.put(key, partial(_write, trace), unless=unserializable)
+        self.disk.put(key, partial(_write, trace, *paths), unless=unserializable)
 
     def _table(self, key: str, rows: Mapping[str, int], name: str) -> pl.DataFrame | None:
         """Return one table of an entry; None if it cannot be read."""
@@ -123,14 +126,32 @@ def _read(source: Source) -> Trace:
     key, cache = key_of(source), TraceCache.of_user()
     if key is None:
         return source.read()
-    return cache.get(key, partial(_read_again, source, key)) or _read_and_store(source, cache, key)
+    trace = cache.get(key, partial(_read_again, source, key))
+    if trace is None:
+        return _read_and_store(source, cache, key)
+    return _with_path(trace, _real_path(source), source.path)
 
 
 def _read_and_store(source: Source, cache: TraceCache, key: str) -> Trace:
     trace = source.read()
     if key_of(source) == key:  # else the file changed while it was read
-        cache.put(key, trace)
+        cache.put(key, trace, paths=(source.path, _real_path(source)))
     return trace
+
+
+def _real_path(source: Source) -> str:
+    return os.path.realpath(source.path) if source.origin is None else source.path
+
+
+def _with_path(trace: Trace, old: str, new: str) -> Trace:
+    """Return a trace that is named `new` where it was named `old`."""
+    if old == new or trace.path != old:
+        return trace
+    return trace.replace(path=new, data_quality=_renamed(trace.data_quality, old, new))
+
+
+def _renamed(issues: pl.DataFrame, old: str, new: str) -> pl.DataFrame:
+    return issues.with_columns(pl.col("message").str.replace_all(old, new, literal=True))
 
 
 def _read_again(source: Source, key: str) -> Trace:
@@ -145,7 +166,7 @@ def key_of(source: Source) -> str | None:
     if state is None:
         return None
     companions = [[path, _state(Path(path))] for path in source.companions]
-    parts = json.dumps([_code(), source.path, source.rank, source.window, state, companions])
+    parts = json.dumps([_code(), _real_path(source), source.rank, source.window, state, companions])
     return hashlib.sha256(parts.encode("utf-8", "surrogateescape")).hexdigest()
 
 
@@ -185,8 +206,10 @@ def _fields(file: BinaryIO) -> tuple[Mapping[str, Any], Mapping[str, int]]:
     return fields, rows
 
 
-def _write(trace: Trace, file: BinaryIO) -> None:
-    tables = trace.tables
+def _write(trace: Trace, old_path: str, new_path: str, file: BinaryIO) -> None:
+    tables = trace.tables  # built once, for whoever reads the trace now, too
+    trace = _with_path(trace, old_path, new_path)
+    tables["data_quality"] = trace.data_quality
     fields = {f.name: getattr(trace, f.name) for f in dataclasses.fields(Trace) if f.name not in tables}
     rows = {name: table.height for name, table in tables.items()}
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as entry:

@@ -603,6 +603,7 @@ def test_old_temporary_files_are_removed(folder):
     for path in (old, new):
         path.write_bytes(b"half")
     os.utime(old, ns=(1, 1))
+    disk_cache._room_bytes.clear()  # as in another process
     store.put("b", _trace("t"))
     assert (old.exists(), new.exists()) == (False, True)
 
@@ -628,3 +629,42 @@ def test_threads_share_a_stored_trace(folder, run):
     for thread in threads:
         thread.join()
     assert len({id(table) for table in seen}) == 1
+
+
+def test_a_run_is_one_entry_however_its_path_is_written(folder, run, monkeypatch):
+    monkeypatch.chdir(run.parent)
+    first = loader.load("run").trace(0)
+    (run.parent / "link").symlink_to(run)
+    for path in (run, "run", "../" + run.parent.name + "/run", "link"):
+        source = loader.load(path).sources[0]
+        trace = source.read()
+        assert type(trace) is trace_cache.StoredTrace
+        assert trace.path == source.path
+        assert _tables(trace) == _tables(first)
+    assert len(_entries(folder)) == 1
+
+
+def test_issues_of_a_cached_trace_name_its_file_as_it_is_read(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("t.json").write_text("{}")
+    issue = {"kind": "truncated", "message": "t.json: cut off at 81%"}
+    trace = _trace("t.json").replace(data_quality=schema.DATA_QUALITY.conform(pl.DataFrame([issue])))
+    trace_cache.cached_source(Counted("t.json", trace).source).read()
+    for path in ("t.json", str(tmp_path / "t.json")):
+        cached = trace_cache.cached_source(Counted(path, _trace("not read")).source).read()
+        assert cached.data_quality["message"].to_list() == [f"{path}: cut off at 81%"]
+
+
+def test_files_are_added_up_again_once_a_share_of_the_free_room_is_used(folder, monkeypatch):
+    size = _size_of_one(folder)
+    counts = []
+    add_up = DiskCache._files
+    monkeypatch.setattr(DiskCache, "_files", lambda *arguments: counts.append(1) or add_up(*arguments))
+    store = cache_in(folder, max_bytes=64 * 10 * size)
+    for index in range(30):
+        store.put(f"key{index}", _trace("t"))
+    assert 3 <= len(counts) <= 6
+    tight = cache_in(folder, max_bytes=12 * size + size // 2)
+    for index in range(30):
+        tight.put(f"other{index}", _trace("t"))
+        assert len(_entries(folder)) <= 12
