@@ -552,6 +552,16 @@ def test_ids_may_be_text(recording, tmp_path):
     assert judge(odd, tmp_path / "text")[0] == unchanged(recording)[0]
 
 
+@pytest.mark.parametrize("recording", others_in_accuracy(["GPU, two ranks", "GPU, compiled"], ["GPU, compiled"]))
+def test_copies_without_a_duration_are_left_out(recording, tmp_path):
+    traces = read(RECORDINGS[recording])
+    places = places_of(traces, ("gpu_memcpy", "gpu_memset"))
+    odd = changed(traces, places, lambda event: [{key: value for key, value in event.items() if key != "dur"}])
+    said, report = judge(odd, tmp_path / "odd")
+    assert said == judge(changed(traces, places, lambda event: []), tmp_path / "without")[0]
+    assert f"{len(places):,} have no usable time" in quality(report)["bad_times"]
+
+
 DRIVER = ("cuda_driver",)
 WITHOUT_NUMBERS = {
     "work": KERNELS,

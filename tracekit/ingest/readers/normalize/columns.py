@@ -139,7 +139,9 @@ class ColumnBuilder:
         slices = _of_kinds(events.SLICES, by_kind, batch)
         category, place = self._categorize([e.cat for e in slices])
         host = self._host_part(*_of_places(slices, place, 0, event_categories.FIRST_DEVICE))
-        device = self._device_part(*_of_places(slices, place, event_categories.FIRST_DEVICE, event_categories.SYNC))
+        # A call may be a moment, but what a device does takes time.
+        work = _of_places(slices, place, event_categories.FIRST_DEVICE, event_categories.SYNC)
+        device = self._device_part(*work, without_dur_ns=numbers.BAD)
         syncs = self._sync_part(_of_places(slices, place, event_categories.SYNC, event_categories.UNUSED)[0])
         unknown = self._device_part(*_of_places(slices, place, event_categories.UNKNOWN, _ALL_PLACES))
         instants = _of_kinds(events.INSTANTS, by_kind, batch)
@@ -182,9 +184,9 @@ class ColumnBuilder:
             self._kind_of_category.append(event_categories.kind_of(category))
         return codes, np.array(self._kind_of_category, np.uint8)[codes]
 
-    def _common(self, batch: list[Any]) -> dict[str, Any] | None:
+    def _common(self, batch: list[Any], *, without_dur_ns: int = 0) -> dict[str, Any] | None:
         start_ns = self.clock.ns([e.ts for e in batch])
-        dur_ns = self.clock.ns([e.dur for e in batch], missing=0)
+        dur_ns = self.clock.ns([e.dur for e in batch], missing=without_dur_ns)
         if start_ns is None or dur_ns is None:
             return None
         return {
@@ -245,8 +247,10 @@ class ColumnBuilder:
             codes[rows[described]] = np.fromiter(map(self.inputs.__getitem__, texts), np.int32, len(with_inputs))
         return codes
 
-    def _device_part(self, slices: list[Any], place: npt.NDArray[np.uint8]) -> dict[str, Any] | None:
-        part = self._common(slices)
+    def _device_part(
+        self, slices: list[Any], place: npt.NDArray[np.uint8], *, without_dur_ns: int = 0
+    ) -> dict[str, Any] | None:
+        part = self._common(slices, without_dur_ns=without_dur_ns)
         if part is None:
             return None
         part["start_ns"] = _with_marked_ns(part["start_ns"], slices)
