@@ -433,10 +433,12 @@ def test_without_the_time_at_which_the_profiler_stopped_a_long_last_annotation_s
     events = [slice_("cpu_op", "aten::mm", 100 + 50 * number, 40, tid=1) for number in range(20)]
     events.append(slice_("user_annotation", "evaluate", 1_100, 3e6, tid=1))
     stop = {"ph": "i", "name": "Record Window End", "pid": "", "tid": "", "ts": 1_200, "s": "g"}
-    for name, written in {"open": events, "stopped": [*events, stop]}.items():
+    ends_soon = [*events[:-1], events[-1] | {"dur": 900}, stop]
+    for name, written in {"open": events, "stopped": [*events, stop], "ends soon": ends_soon}.items():
         (tmp_path / f"{name}.json").write_text(json.dumps({"traceEvents": written, "baseTimeNanoseconds": 0}))
     assert "evaluate" in reader.read(str(tmp_path / "open.json"), rank=0).ops["name"]
     assert "evaluate" not in reader.read(str(tmp_path / "stopped.json"), rank=0).ops["name"]
+    assert "evaluate" in reader.read(str(tmp_path / "ends soon.json"), rank=0).ops["name"]
 
 
 @pytest.mark.parametrize("seed", range(3))

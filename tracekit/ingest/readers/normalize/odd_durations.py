@@ -37,7 +37,7 @@ _DEVICE_WAIT = r"^(cuda|hip)DeviceSynchronize$|^cuCtxSynchronize$"
 _MOST_UNAWAITED_RATIO, _FEW_UNAWAITED = 0.01, 3
 """Share of a device's activities from which on its clock differs from the host's; of short recordings, so many."""
 _LEAST_OUTLASTING_NS = 1_000_000
-"""In 35 recordings of nine programs no slice of the host ends after the profiler stopped; clocks may be rounded."""
+"""In 35 recordings no slice of the host ends after the profiler stopped; clocks may be rounded."""
 _LEAST_OVERLAP_NS = 10_000
 """Times may be rounded to whole µs."""
 _ROUNDING_NS = 1_000
@@ -64,14 +64,17 @@ def without_absurd(slices: Slices, names: pl.Series, odd: OddValues) -> Slices:
 
 
 def without_outlasting(slices: Slices, names: pl.Series, odd: OddValues, recorded_until_ns: int | None) -> Slices:
-    """Leave out slices of the host that end after the profiler stopped, when it ends all that is open.
+    """Leave out slices of the host that end long after the profiler stopped, when it ends all that is open.
 
-    Unless many do: then the clock of that moment is another one.
+    Long is longer than it recorded: on demand it stops at a set time, and collects what ends soon after. Unless many
+    do: then the clock of that moment is another one.
     """
     host = slices.host
     if host.is_empty() or recorded_until_ns is None:
         return slices
-    is_late = (host["start_ns"] + host["dur_ns"]).to_numpy() > recorded_until_ns + _LEAST_OUTLASTING_NS
+    recorded_ns = recorded_until_ns - int(slices.start_ns.min())
+    late_ns = (host["start_ns"] + host["dur_ns"]).to_numpy() - recorded_until_ns
+    is_late = late_ns > max(recorded_ns, _LEAST_OUTLASTING_NS)
     if not is_late.any() or is_late.sum() > max(_MOST_UNAWAITED_RATIO * len(is_late), _FEW_UNAWAITED):
         return slices
     return _without_overlong(slices, is_late, np.zeros(slices.device.height, bool), names, odd)
