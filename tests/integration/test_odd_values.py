@@ -599,6 +599,28 @@ def test_arrows_say_which_call_launched_work_without_a_number(recording, which, 
     assert quality(blind).keys() - quality(report).keys()  # without both, something is not known
 
 
+TORCHREC = ROOT.parent / "shared" / "traces" / "torchrec_v100_4ranks"
+
+
+@pytest.mark.parametrize("hours", others_in_accuracy([5, -24 * 365 * 38], [-24 * 365 * 38]))
+def test_the_clock_of_one_rank_changes_no_finding(hours, tmp_path):
+    if not TORCHREC.is_dir():
+        pytest.skip("the downloaded traces are not in ../shared")
+    files = sorted(TORCHREC.glob("*.json.gz"))
+    traces = {file.name.removesuffix(".gz"): msgspec.json.decode(gzip.decompress(file.read_bytes())) for file in files}
+    last = [*traces][-1]
+    events = [
+        event | ({"ts": event["ts"] + hours * 3_600_000_000} if "ts" in event else {})
+        for event in traces[last]["traceEvents"]
+    ]
+    as_recorded = judge(traces, tmp_path / "recorded")[0]
+    shifted = judge({**traces, last: traces[last] | {"traceEvents": events}}, tmp_path / "shifted")[0]
+    for recorded_part, shifted_part in zip(as_recorded["findings"], shifted["findings"], strict=True):
+        assert shifted_part["id"] == recorded_part["id"]
+        assert shifted_part["severity"] == recorded_part["severity"]
+        assert shifted_part["cost_ns"] == pytest.approx(recorded_part["cost_ns"], rel=1e-3)
+
+
 @pytest.mark.parametrize("name", ["[memory]", "Stream Wait Event"])
 def test_waits_and_allocations_at_wrong_times_are_left_out(name, tmp_path):
     traces = read(RECORDINGS["GPU, compiled"])

@@ -120,7 +120,9 @@ def _classify_calls(run: Run) -> pl.DataFrame:
     """Return the collectives of `group_bandwidth.collective_times` with the class of their size, and place and row."""
     calls = run.table(group_bandwidth.collective_times).filter(pl.col("op").is_in(_JUDGED))
     size_class = pl.col("bytes").cast(pl.Float64).log(2).floor().alias("size_class")
-    ordered = calls.with_columns(pl.when(pl.col("bytes") > 0).then(size_class)).sort("window", "start_ns")
+    # Each call has the start of one of its ranks, whose clocks may be far apart.
+    aligned = alignment.on_run_clock(calls.with_columns(begin_ns=pl.col("start_ns")), run.offsets, ("begin_ns",))
+    ordered = aligned.with_columns(pl.when(pl.col("bytes") > 0).then(size_class)).sort("window", "begin_ns")
     nth = pl.int_range(pl.len()).over(*_ONE, *_SIZED).alias("place")
     is_first = pl.int_range(pl.len()).over(_GROUP) == 0
     is_unsized = pl.col("size_class").is_null()
