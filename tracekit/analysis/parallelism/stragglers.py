@@ -15,7 +15,7 @@ from tracekit.model import schema
 from tracekit.model.fact import run_fact
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
-from tracekit.sync import collective_matching
+from tracekit.sync import alignment, collective_matching
 
 _KEY = ("window", "step")
 _ACTIVITY = ("window", "rank", "activity_id")
@@ -150,7 +150,8 @@ def late_parts(run: Run) -> pl.DataFrame:
     fewer than PARTS collectives have no rows.
     """
     key = ["window", "instance"]
-    calls = run.table(late_calls).group_by(*key, "late_rank").agg(pl.col("start_ns").min(), pl.col("wait_ns").sum())
+    begun = alignment.on_run_clock(run.table(late_calls), run.offsets, ("start_ns",))
+    calls = begun.group_by(*key, "late_rank").agg(pl.col("start_ns").min(), pl.col("wait_ns").sum())
     order, count = pl.col("start_ns").rank("ordinal").over("window") - 1, pl.len().over("window")
     parted = calls.with_columns((order * PARTS // count).alias("part")).filter(count >= PARTS)
     sums = parted.group_by("window", "part", "late_rank").agg(pl.col("wait_ns").sum())
