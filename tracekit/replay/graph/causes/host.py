@@ -264,15 +264,29 @@ def without_waits(graph: Graph, which: Flags) -> Graph:
 
 
 def blocking_sync(graph: Graph) -> Graph:
-    """Remove the host's waits that leave the device idle, and its pauses after them.
+    """Remove the host's waits that leave the device idle, and its pauses after them as far as queued work hides them.
 
-    Those of saves, allocator and rate limiter stay. While the host pauses after a wait, nothing is queued: that pause
-    would be hidden without the wait. A pause after a call that found the device idle is for what the host reads, too.
-    A wait after which the device goes on costs nothing, and stays: one for a copy on another stream, or directly before
-    a launch. Raises InsufficientDataError for a CPU run.
+    Those of saves, allocator and rate limiter stay. Where the host launches the last work later than the device would
+    end it, the step is launch-bound without the waits, too: then nothing is queued that hides pauses, and they stay.
+    Raises InsufficientDataError for a CPU run.
     """
     if not graph.on_device:
         raise InsufficientDataError("no device activity was recorded, so what the host waits for is not known")
+    without_pauses, with_pauses = without_waits_and_pauses(graph), without_waits(graph, _blocking_calls(graph))
+    work = np.flatnonzero(graph.column("what") == WORK)
+    launches = graph.launch[work]
+    launched_ns = with_pauses.replay.end_ns[launches[launches >= 0]].max(initial=0)
+    is_launch_bound = launched_ns > without_pauses.replay.end_ns[graph.done[work]].max(initial=0)
+    return with_pauses if is_launch_bound else without_pauses
+
+
+def without_waits_and_pauses(graph: Graph) -> Graph:
+    """Remove the host's waits that leave the device idle, and its pauses after them.
+
+    While the host pauses after a wait, nothing is queued: that pause would be hidden without the wait. A pause after a
+    call that found the device idle is for what the host reads, too. A wait after which the device goes on costs
+    nothing, and stays: one for a copy on another stream, or directly before a launch.
+    """
     blocking = _blocking_calls(graph)
     return without_waits(_with_leading_pause(graph, _pauses_after(graph, blocking)), blocking)
 
