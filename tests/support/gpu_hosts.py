@@ -1,9 +1,10 @@
 """Kineto files of ranks whose hosts launch kernels and wait for them: the device runs a kernel when it is free."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 from tests.support import kineto_files
 
@@ -41,10 +42,21 @@ class GpuHost:
         self._run("kernel", name, dur_us, STREAM, {"correlation": 0})
 
     def kernel(
-        self, name: str, dur_us: float, *, stream: int = STREAM, after_us: float = 0.0, **args: object
+        self,
+        name: str,
+        dur_us: float,
+        *,
+        stream: int = STREAM,
+        after_us: float = 0.0,
+        op: str = "aten::op",
+        inputs: Mapping[str, object] = MappingProxyType({}),
+        **args: object,
     ) -> tuple[float, float]:
-        """Launch a kernel; its start and end. It starts when its stream is free, at `after_us` at the earliest."""
-        with self.span("aten::op", **{"External id": self.correlation + 1}):
+        """Launch a kernel from an op with `inputs`; its start and end.
+
+        It starts when its stream is free, at `after_us` at the earliest.
+        """
+        with self.span(op, **{"External id": self.correlation + 1, **inputs}):
             self._launch("cudaLaunchKernel", LAUNCH_US)
         return self._run("kernel", name, dur_us, stream, {"correlation": self.correlation, **args}, after_us)
 

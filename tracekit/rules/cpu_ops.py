@@ -69,21 +69,23 @@ class SlowArithmetic(AvoidableTime):
 
 @dataclass(frozen=True)
 class RepeatedCasts(AvoidableTime):
-    """Conversions between element types on the CPU, again and again.
+    """Conversions between element types, again and again.
 
-    What it does: reports steps of a CPU run in which conversions between floating types take `min_saved_ratio` of the
-    step. It is a warning if most of that time is of conversions that the next one reverts.
+    What it does: reports steps in which conversions between floating types take `min_saved_ratio` of the step: on a
+    CPU all of them, on a device those that the next kernel reverts. It is a warning if most of that time is of
+    conversions that the next one reverts.
 
     Why it costs: a conversion reads and writes the whole tensor and computes nothing.
 
-    How it is measured: ops that copy a tensor to another floating type, and the pause in Python before each. One is
-    reverted if the next one of its thread converts a tensor of the same shape back. Steps that save are left out.
+    How it is measured: ops that copy a tensor to another floating type, and the pause in Python before each; on a
+    device their kernels. One is reverted if the next one of its thread, on a device the next kernel of its stream,
+    converts a tensor of the same shape back. Steps that save are left out.
 
     How to fix: keep the tensor in one type, convert once outside of the loop, or let autocast cache the converted
     weights; accumulate in 64 bits where that is needed, not everything.
 
     Blind spots: needs record_shapes=True. Conversions that mixed precision needs look the same: without their reversal
-    they are information.
+    they are information on a CPU, and left out on a device, as are those with other kernels between (COMP004).
     """
 
     code: ClassVar[str] = "COMP007"

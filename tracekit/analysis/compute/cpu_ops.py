@@ -4,6 +4,7 @@ No comparison of steps or ranks shows what every step loses. The baseline is wha
 """
 
 import numpy as np
+import numpy.typing as npt
 import polars as pl
 
 from tracekit.analysis.compute import kernels, op_bytes
@@ -83,36 +84,66 @@ def slow_arithmetic(trace: Trace) -> pl.DataFrame:
 @trace_fact
 @memoize
 def casts(trace: Trace) -> pl.DataFrame:
-    """Conversions between element types of a CPU run: ops that copy a tensor to another type.
+    """Conversions between element types: ops that copy a tensor to another type, on a device their kernels.
 
     Columns CAST_COLUMNS: cast_from, cast_to, is_reverted (the next cast of its thread, or the one before, converts a
-    tensor of the same shape back), saved_ns (its whole time, and the pause of its thread before it); one row per op.
+    tensor of the same shape back), saved_ns (its whole time, and the pause of its thread before it); one row per op. Of
+    a device only kernels that the next or the last one of their stream reverts: mixed precision needs the others.
     """
-    if trace.on_device or trace.ops["dtypes"].null_count() == trace.ops.height:
+    if trace.ops["dtypes"].null_count() == trace.ops.height:
         return schema.empty(CAST_COLUMNS)
+    if trace.on_device:
+        return _reverted_kernels(trace)
     launch = trace_columns.launch_rows(trace)
     outermost = np.zeros(trace.ops.height, np.bool_)
     outermost[launch[launch >= 0]] = True
     around = nesting.nearest(trace_columns.parent_rows(trace), outermost)
-    copies = trace.ops.select(
-        "name", "shapes", cast_to=pl.col("dtypes").str.json_path_match("$[0]"),
-        cast_from=pl.col("dtypes").str.json_path_match("$[1]"), row=pl.Series(around),
-    ).filter(pl.col("name") == "aten::copy_", pl.col("cast_to") != pl.col("cast_from"), pl.col("row") >= 0)  # fmt: skip
-    is_tensor = ~pl.col("shapes").str.starts_with("[[]")  # numbers are cast within arithmetic
-    copies = copies.filter(is_tensor, pl.col("cast_from").is_in(_FLOATING), pl.col("cast_to").is_in(_FLOATING))
+    copies = _casting_copies(trace, around)
     calls = calls_with_inputs(trace).drop("shapes").join(copies.drop("name").unique("row", keep="first"), on="row")
     calls = calls.sort("lane", "start_ns", maintain_order=True)
-    reverts = [
-        (pl.col("cast_from") == pl.col("cast_to").shift(by).over("lane"))
-        & (pl.col("cast_to") == pl.col("cast_from").shift(by).over("lane"))
-        & (pl.col("shapes") == pl.col("shapes").shift(by).over("lane"))
-        & pl.col("step").eq_missing(pl.col("step").shift(by).over("lane"))
-        for by in (1, -1)
-    ]
-    is_reverted = (reverts[0].fill_null(value=False) | reverts[1].fill_null(value=False)).alias("is_reverted")
+    is_reverted = _reverts("lane").alias("is_reverted")
     return schema.conform(
         calls.with_columns(is_reverted, op="name", saved_ns=pl.col("dur_ns") + pl.col("pause_ns")), CAST_COLUMNS
     )
+
+
+def _casting_copies(trace: Trace, rows: npt.NDArray[np.int64]) -> pl.DataFrame:
+    """Copies to another floating type: name, shapes, cast_to, cast_from, and the row of `rows` of each op."""
+    copies = trace.ops.select(
+        "name", "shapes", cast_to=pl.col("dtypes").str.json_path_match("$[0]"),
+        cast_from=pl.col("dtypes").str.json_path_match("$[1]"), row=pl.Series(rows),
+    ).filter(pl.col("name") == "aten::copy_", pl.col("cast_to") != pl.col("cast_from"), pl.col("row") >= 0)  # fmt: skip
+    is_tensor = ~pl.col("shapes").str.starts_with("[[]")  # numbers are cast within arithmetic
+    return copies.filter(is_tensor, pl.col("cast_from").is_in(_FLOATING), pl.col("cast_to").is_in(_FLOATING))
+
+
+def _reverts(place: str) -> pl.Expr:
+    """Whether the next cast of a lane in a step, or the last one, converts a tensor of the same shape back."""
+    reverts = [
+        (pl.col("cast_from") == pl.col("cast_to").shift(by).over(place))
+        & (pl.col("cast_to") == pl.col("cast_from").shift(by).over(place))
+        & (pl.col("shapes") == pl.col("shapes").shift(by).over(place))
+        & pl.col("step").eq_missing(pl.col("step").shift(by).over(place))
+        for by in (1, -1)
+    ]
+    return reverts[0].fill_null(value=False) | reverts[1].fill_null(value=False)
+
+
+def _reverted_kernels(trace: Trace) -> pl.DataFrame:
+    """Kernels that convert a tensor which the kernel before or after them on the stream converts back: as `casts`."""
+    copies = _casting_copies(trace, np.arange(trace.ops.height))
+    if copies.is_empty():
+        return schema.empty(CAST_COLUMNS)
+    computes = trace_columns.is_activity_kind(trace, "compute")
+    kernels_in_order = (
+        trace.activities.with_columns(activity_id="id", op="name", row=pl.Series(kernels.innermost_op(trace)))
+        .filter(pl.Series(computes))
+        .join(copies.drop("name"), on="row", how="left", maintain_order="left")
+        .join(trace.lanes.select("lane", "device"), on="lane", maintain_order="left")
+        .sort("lane", "start_ns")
+    )
+    reverted = kernels_in_order.with_columns(is_reverted=_reverts("lane"), saved_ns="dur_ns").filter("is_reverted")
+    return schema.conform(reverted, CAST_COLUMNS)
 
 
 @trace_fact

@@ -145,8 +145,8 @@ CASTS = Cause(
     loss="conversions of element types",
     codes=("COMP007",), kind=Kind.COMPUTE,
     transform=partial(without_avoidable_time, cause=avoidable_time.CAST), place=10, confidence=0.8,
-    summary="no op of a CPU run converts element types",
-    basis="copies to another floating type",
+    summary="no op of a CPU run converts element types, and none of a device back and forth",
+    basis="copies to another floating type; on a device those that the next kernel reverts",
 )  # fmt: skip
 
 
