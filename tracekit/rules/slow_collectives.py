@@ -8,7 +8,7 @@ import polars as pl
 
 from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.communication import group_bandwidth
-from tracekit.analysis.parallelism import pipeline_actions, stalled_collectives
+from tracekit.analysis.parallelism import expert_load, pipeline_actions, stalled_collectives
 from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import Run
@@ -16,7 +16,7 @@ from tracekit.model.trace import TraceFact
 from tracekit.replay.graph.causes.collectives import SLOW_LINK
 from tracekit.replay.graph.causes.stalls import STALLED_COLLECTIVE, STOPPED, Removal
 from tracekit.replay.graph.nodes import HostSpan
-from tracekit.rules import outlier_steps
+from tracekit.rules import outlier_steps, slow_pairs
 from tracekit.rules.quoted_step import describe_loss
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first, median_row
 
@@ -43,8 +43,9 @@ class SlowLink(Rule):
 
     What it does: reports groups whose collectives take `min_slowdown` times as long as the same collectives of other
     groups along the same axis and of the same size (two replicas' shard groups, the rings of two local ranks), in at
-    least `min_steps_ratio` of the steps since the first such step; and groups that become slower by that factor at some
-    step and stay slow. It is a warning if the exposed part of the difference is `min_lost_ratio` of the step or more,
+    least `min_steps_ratio` of the steps since the first such step; groups that become slower by that factor at some
+    step and stay slow; and links between two ranks of an expert-parallel group of four or more that are as much slower
+    than its other links. It is a warning if the exposed part of the difference is `min_lost_ratio` of the step or more,
     else information; also information, as a suspicion, with fewer than `min_calls` slow collectives, if they are too
     small to reach `min_bandwidth_bytes_per_s` over any link, or if a group is slower than before of which a rank has no
     trace: that rank may arrive later.
@@ -56,7 +57,9 @@ class SlowLink(Rule):
     with a trace, compared at the same op, type, size and place in the step. Medians are taken over all messages of at
     least a quarter of the group's largest, so that neither latency nor contention at one place looks like the link. The
     bus bandwidth is defined as in nccl-tests. Groups whose times vary by more than `max_spread_ratio` (interquartile
-    range) between steps are not judged, nor are steps that save.
+    range) between steps are not judged, nor are steps that save. The transfer between two ranks has ended when the
+    first of them leaves the all-to-all (`tracekit summary --by expert-pair`); of a link, the cost is what that takes
+    longer than the median over links, without what the tokens of overloaded experts take.
 
     How to fix: run nccl-tests between the ranks (all_reduce_perf -b 64M -e 1G -f 2); check NCCL_DEBUG=INFO for the
     transport (NET/Socket instead of NET/IB, no GPUDirect), link errors (ibstat, perfquery, nvidia-smi nvlink -e) and
@@ -71,7 +74,8 @@ class SlowLink(Rule):
     code: ClassVar[str] = "RANK002"
     fix_without_pytorch: ClassVar[str] = _WITHOUT_PYTORCH
     facts: ClassVar[tuple[TraceFact, ...]] = (
-        *group_bandwidth.FACTS, *save_stages.FACTS, pipeline_actions.pipeline_actions,
+        *group_bandwidth.FACTS, *save_stages.FACTS, pipeline_actions.pipeline_actions, *expert_load.FACTS,
+        breakdown.by_step,
     )  # fmt: skip
     min_slowdown: float = 1.5
     min_steps_ratio: float = 0.75
@@ -93,6 +97,7 @@ class SlowLink(Rule):
             slow = [max(slow, key=lambda row: row["extra_ns"])] if slow else []
         for row in slow:
             yield self._finding(run, row)
+        yield from slow_pairs.findings(run, self)
 
     def _slower_than_peers(self, group: pl.DataFrame) -> dict[str, Any] | None:
         """Return the median slow step of a group that is slow in most steps since its first slow one; else None."""
