@@ -97,7 +97,8 @@ class SlowLink(Rule):
             slow = [max(slow, key=lambda row: row["extra_ns"])] if slow else []
         for row in slow:
             yield self._finding(run, row)
-        yield from slow_pairs.findings(run, self)
+        thresholds = slow_pairs.Thresholds(self.code, self.min_slowdown, self.min_steps_ratio, self.min_lost_ratio)
+        yield from slow_pairs.findings(run, thresholds)
 
     def _slower_than_peers(self, group: pl.DataFrame) -> dict[str, Any] | None:
         """Return the median slow step of a group that is slow in most steps since its first slow one; else None."""

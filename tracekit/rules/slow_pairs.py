@@ -1,7 +1,8 @@
 """Slow links between two ranks of an expert-parallel group, by when these leave its all-to-alls."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import polars as pl
 
@@ -10,9 +11,6 @@ from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.rules.rule import Finding, Severity, distinct, largest_first, median_row
-
-if TYPE_CHECKING:
-    from tracekit.rules.slow_collectives import SlowLink
 
 _EVIDENCE_ROWS = 40
 _STEP = ["window", "step"]
@@ -25,7 +23,17 @@ _FIX = (
 )
 
 
-def findings(run: Run, rule: "SlowLink") -> Iterator[Finding]:
+@dataclass(frozen=True)
+class Thresholds:
+    """Code and thresholds of the rule that reports slow links."""
+
+    code: str
+    min_slowdown: float
+    min_steps_ratio: float
+    min_lost_ratio: float
+
+
+def findings(run: Run, rule: Thresholds) -> Iterator[Finding]:
     """Yield a finding for each link that is slow in most steps: the transfer between its two ranks ends late."""
     links = _links(run)
     if links.is_empty():
@@ -66,7 +74,7 @@ def _links(run: Run) -> pl.DataFrame:
     return timed.with_columns(ratio=pl.col("transfer_ns") / pl.col("usual_ns")).sort(*_STEP, *_LINK)
 
 
-def _finding(rule: "SlowLink", ranks: tuple[int, int], rows: pl.DataFrame, step_count: int) -> Finding:
+def _finding(rule: Thresholds, ranks: tuple[int, int], rows: pl.DataFrame, step_count: int) -> Finding:
     excess = rows.with_columns(extra_ns=pl.col("transfer_ns") - pl.col("usual_ns"))
     worst: dict[str, Any] = median_row(excess, "extra_ns", "step")
     lost_ratio = worst["extra_ns"] / worst["duration_ns"]
