@@ -203,8 +203,9 @@ class BlockingSync(Rule):
     earlier by the time that it waited: gaps count for at most as long as it has waited in the step; the rest belongs to
     HOST001. So does what one rank pauses for after waits of all ranks, beyond the others, if that is most of its gaps:
     it makes that rank a straggler (RANK001). Before the first launch of a recording the replay counts what the other
-    steps lose there, in the median. Time in which a copy runs belongs to HOST004. FSDP1's rate limiter does not count.
-    On a CPU run: ops that give values to Python, and copies, norms, sums and the like directly before them, unless
+    steps lose there, in the median. Where the host would launch later than the device ends its work without the waits,
+    too, only the waits are saved, and not the pauses after them. Time in which a copy runs belongs to HOST004. FSDP1's
+    rate limiter does not count. On a CPU run: ops that give values to Python, and copies, norms, sums and the like directly before them, unless
     backward needs their results. Steps that save are left out. The message quotes the median step of the worst device.
 
     How to fix: keep values on the device and read them every N steps, after the step's launches; copy with
