@@ -120,8 +120,9 @@ class UnbalancedStages(Rule):
 
     What it does: reports the stage that takes longest, by how much, and how layers should be divided instead, if that
     shortens the pipeline by `min_lost_ratio`. A stage whose layers take `min_slowdown` times as long as those of other
-    stages is reported with what it costs, whether or not layers can be moved. The stage must be slow in
-    `min_steps_ratio` of the steps. Below `warning_lost_ratio` it is information.
+    stages is reported with what it costs, whether or not layers can be moved; one all of whose kernels are slower
+    alike, as on a slow device, also below that, from `warning_lost_ratio`. The stage must be slow in `min_steps_ratio`
+    of the steps. Below `warning_lost_ratio` it is information.
 
     Why it costs: in the steady state every micro-batch passes through every stage, so the pipeline is as fast as its
     slowest one. All other ranks are idle for the difference, once per micro-batch.
@@ -153,6 +154,15 @@ class UnbalancedStages(Rule):
     min_slowdown: float = 1.15
     min_steps_ratio: float = 0.75
 
+    def _is_slow_device(self, run: Run, balance: Balance) -> bool:
+        """Whether all kernels of the slowest stage are slower alike, and the others wait for it for long enough.
+
+        Layers and their sizes make single kernels longer, a slow device all of them: then less is enough.
+        """
+        if balance.slow_saved_ns < self.warning_lost_ratio * balance.duration_ns:
+            return False
+        return pipeline_balance.uniform_slowdown(run, balance.slowest) > 1
+
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding on the slowest stage."""
         if run.table(pipeline_bubbles.pipeline_bubbles).is_empty():
@@ -161,7 +171,7 @@ class UnbalancedStages(Rule):
         if balance is None:
             return
         stage = balance.slowest
-        is_slow = balance.slowdown(stage) >= self.min_slowdown
+        is_slow = balance.slowdown(stage) >= self.min_slowdown or self._is_slow_device(run, balance)
         saved_ns = max(balance.saved_ns, balance.slow_saved_ns) if is_slow else balance.saved_ns
         lost_ratio = saved_ns / max(1, balance.duration_ns)
         if lost_ratio < self.min_lost_ratio or _slow_steps_ratio(run, balance, stage) < self.min_steps_ratio:

@@ -8,6 +8,7 @@ from tracekit.analysis.parallelism import pipeline_stages
 from tracekit.ingest.loader import load
 from tracekit.rules.engine import check
 from tracekit.rules.pipeline import UnbalancedStages
+from tracekit.rules.rule import Severity
 
 RANKS, MICRO_BATCHES, STEPS, KERNELS, KERNEL_US, HEAD_US = 3, 4, 3, 6, 100.0, 300.0
 FORWARD, BACKWARD = "forward", "backward"
@@ -26,9 +27,9 @@ def order(rank):
 class Stage(GpuHost):
     """A rank that receives, computes and sends; its receives are posted before the sends of its first forwards."""
 
-    def __init__(self, rank, groups, slowdown, head):
+    def __init__(self, rank, groups, slowdown, slow_kernels, head):
         super().__init__(rank, RANKS)
-        self.groups, self.slowdown, self.head, self.ends = groups, slowdown, head, {}
+        self.groups, self.slowdown, self.slow_kernels, self.head = groups, slowdown, slow_kernels, head
 
     def message(self, op, peer, start_us, end_us):
         where = f"{min(self.rank, peer)}_{max(self.rank, peer)}" if self.groups == NEIGHBORS else "pp"
@@ -47,17 +48,17 @@ class Stage(GpuHost):
         for number in range(KERNELS):
             name = f"autograd::engine::evaluate_function: Mm{number}Backward0" if backward else f"aten::mm_{number}"
             with self.span(name, **({"Sequence number": number, "Fwd thread id": 1} if backward else {})):
-                dur_us = KERNEL_US * self.slowdown * (1 + backward)
+                dur_us = KERNEL_US * (self.slowdown if number in self.slow_kernels else 1.0) * (1 + backward)
                 _, end_us = self.kernel(f"{action}_{number}", dur_us, after_us=after_us)
         if self.head and not backward:
             _, end_us = self.kernel("vocabulary_gemm", HEAD_US)
         return end_us
 
 
-def pipeline(folder, *, slow_last=1.0, head=False, groups=EVERYBODY):
+def pipeline(folder, *, slow=RANKS - 1, slowdown=1.0, slow_kernels=range(KERNELS), head=False, groups=EVERYBODY):
     """Return a recorded 1F1B pipeline whose hosts launch everything ahead, and wait for the device after each step."""
     stages = [
-        Stage(rank, groups, slow_last if rank == RANKS - 1 else 1.0, head and rank == RANKS - 1)
+        Stage(rank, groups, slowdown if rank == slow else 1.0, slow_kernels, head and rank == RANKS - 1)
         for rank in range(RANKS)
     ]
     for step in range(STEPS):
@@ -114,8 +115,8 @@ def test_ranks_have_the_stages_in_which_they_pass_activations_on(groups, tmp_pat
     assert dict(actions.select("rank", "stage").unique().iter_rows()) == {rank: rank for rank in range(RANKS)}
 
 
-def schedule_us(slowdown):
-    """Time of the actions of a step under 1F1B with a last stage that is slower, and links without cost."""
+def schedule_us(slowdown, slow=RANKS - 1):
+    """Time of the actions of a step under 1F1B with a stage that is slower, and links without cost."""
     ends, free_us, left = {}, [0.0] * RANKS, {rank: order(rank) for rank in range(RANKS)}
     while any(left.values()):
         for rank, actions in left.items():
@@ -123,16 +124,23 @@ def schedule_us(slowdown):
             if not actions or (0 <= source < RANKS and (*actions[0], source) not in ends):
                 continue
             action, number = actions.pop(0)
-            taken_us = KERNELS * KERNEL_US * (1 + (action == BACKWARD)) * (slowdown if rank == RANKS - 1 else 1.0)
+            taken_us = KERNELS * KERNEL_US * (1 + (action == BACKWARD)) * (slowdown if rank == slow else 1.0)
             ends[action, number, rank] = max(free_us[rank], ends.get((action, number, source), 0.0)) + taken_us
             free_us[rank] = ends[action, number, rank]
     return max(free_us)
 
 
-def test_a_last_stage_all_of_whose_kernels_are_slow_is_named_with_its_cost(tmp_path):
-    (found,) = check(pipeline(tmp_path, slow_last=1.3), [UnbalancedStages()]).findings
-    assert found.ranks == (RANKS - 1,)
-    assert found.cost_ns == pytest.approx(1000 * (schedule_us(1.3) - schedule_us(1.0)), rel=0.05)
+@pytest.mark.parametrize(("slow", "slowdown"), [(RANKS - 1, 1.3), (1, 1.3), (0, 1.12), (1, 1.08)])
+def test_a_stage_all_of_whose_kernels_are_slow_is_named_with_its_cost(slow, slowdown, tmp_path):
+    (found,) = check(pipeline(tmp_path, slow=slow, slowdown=slowdown), [UnbalancedStages()]).findings
+    assert (found.severity, found.ranks) == (Severity.WARNING, (slow,))
+    longer_us = schedule_us(slowdown, slow) - schedule_us(1.0)
+    assert found.cost_ns == pytest.approx(1000 * longer_us, rel=0.1)
+
+
+def test_a_stage_one_of_whose_kernels_is_a_little_longer_is_no_slow_device(tmp_path):
+    run = pipeline(tmp_path, slow=1, slowdown=1.5, slow_kernels=(0,))  # 8% of the stage
+    assert check(run, [UnbalancedStages()]).findings == ()
 
 
 def test_a_last_stage_with_an_output_layer_is_no_slow_stage(tmp_path):

@@ -129,8 +129,10 @@ def balance(run: Run) -> Balance | None:
     counts = counts if len(counts) == stages and all(counts) else []
     extra = head_layers(run.manifest)
     layer_ns = _layer_times(stage_ns, counts or [1] * stages, extra)
-    if extra is None:
-        layer_ns[-1] = min(stage_ns[-1] / (counts or [1])[-1], layer_ns[-1] * _last_slowdown(run, stage_ns))
+    if extra is None and stage_ns[-1] > (1 + _EQUAL_LAYERS) * float(np.median(stage_ns[:-1])):
+        # An output layer adds kernels, and makes none of the others slower.
+        slower_ns = layer_ns[-1] * uniform_slowdown(run, stages - 1)
+        layer_ns[-1] = min(stage_ns[-1] / (counts or [1])[-1], slower_ns)
     example = _representative_actions(run, stages)
     if example is None:
         return None
@@ -155,6 +157,12 @@ def balance(run: Run) -> Balance | None:
     slow = result.of_same_rank(result.slowest)
     usual = [1 / max(1.0, result.slowdown(stage)) if stage in slow else 1.0 for stage in range(stages)]
     return replace(result, slow_saved_ns=_saved_ns(example, usual))
+
+
+def uniform_slowdown(run: Run, stage: int) -> float:
+    """How many times as long all kernels of a stage take as those of the others; 1 where not all are slower alike."""
+    excess = late_ranks.excess_of_stages(run, [stage])
+    return excess.slowdown if excess is not None and excess.is_uniform else 1.0
 
 
 def _waits_within_stages(run: Run) -> dict[tuple[object, ...], intervals.Spans]:
@@ -210,17 +218,6 @@ def _layer_times(stage_ns: Sequence[float], counts: Sequence[int], extra: float 
     if extra is None:
         return [*times[:-1], min(times[-1], float(np.median(times[:-1])))]
     return [*times[:-1], stage_ns[-1] / (counts[-1] + extra)]
-
-
-def _last_slowdown(run: Run, stage_ns: Sequence[float]) -> float:
-    """How many times as long all kernels of the last stage take; 1 where they are not all slower alike.
-
-    An output layer adds kernels, and makes none of the others slower.
-    """
-    if stage_ns[-1] <= (1 + _EQUAL_LAYERS) * float(np.median(stage_ns[:-1])):
-        return 1.0
-    excess = late_ranks.excess_of_stages(run, [len(stage_ns) - 1])
-    return excess.slowdown if excess is not None and excess.is_uniform else 1.0
 
 
 def _stage_ns(count: int, stage: int, layer_ns: Sequence[float], extra: float | None) -> float:
