@@ -1,5 +1,6 @@
 """Timelines of all ranks on the run's clock: the state of each rank, and the rank that it waits for."""
 
+import numpy as np
 import polars as pl
 
 from tracekit.analysis.communication import collective_instances, exposed_communication
@@ -14,6 +15,7 @@ COMPUTE, TRANSFER, WAITING, COPY = STATES = ("compute", "transfer", "waiting", "
 COLUMNS = schema.columns("window rank device state start_ns dur_ns op unit peer_rank")
 _OF = ("window", "rank", "device")
 _KEY = ["window", "rank", "activity_id"]
+_NO_DEVICE = -1
 
 
 @run_fact
@@ -25,13 +27,21 @@ def states(run: Run) -> pl.DataFrame:
     unit are those of the collective that started last, null in a checkpoint save; peer_rank is its last arrival, null
     where unknown.
     """
-    spans = run.table(breakdown.spans).partition_by(_OF, as_dict=True)
-    calls = _calls(run).partition_by(_OF, as_dict=True)
-    parts = [schema.empty(COLUMNS)]
-    for place, device_spans in spans.items():
-        where = [pl.lit(value, pl.Int64).alias(name) for name, value in zip(_OF, place, strict=True)]
-        parts.append(_device_states(device_spans, calls.get(place)).with_columns(where).pipe(schema.select, COLUMNS))
-    shifted = alignment.on_run_clock(pl.concat(parts), run.offsets, ("start_ns",))
+    calls = _calls(run)
+    # Without a null in the keys: the device of a CPU run is null, and nulls do not match.
+    began, pieces = (
+        rows.with_columns(pl.col("device").fill_null(_NO_DEVICE)).sort("start_ns")
+        for rows in (calls, _pieces(run.table(breakdown.spans), calls))
+    )
+    began = began.select(*_OF, "start_ns", "op", "unit", "peer_rank")
+    with_calls = pieces.join_asof(began, on="start_ns", by=list(_OF), check_sortedness=False)
+    communicates, waits = pl.col("state").is_in([TRANSFER, WAITING]), pl.col("state") == WAITING
+    table = with_calls.with_columns(
+        *(pl.when(communicates).then(name).alias(name) for name in ("op", "unit")),
+        pl.when(waits).then("peer_rank").alias("peer_rank"),
+        pl.when(pl.col("device") != _NO_DEVICE).then("device").alias("device"),
+    ).pipe(schema.select, COLUMNS)
+    shifted = alignment.on_run_clock(table, run.offsets, ("start_ns",))
     return shifted.select(*COLUMNS).sort("window", "rank", "device", "start_ns")
 
 
@@ -130,32 +140,38 @@ def _calls(run: Run) -> pl.DataFrame:
     return pl.concat([calls, saves.with_columns(waited_ns=pl.lit(0, pl.Int64))], how="diagonal")
 
 
-def _device_states(spans: pl.DataFrame, calls: pl.DataFrame | None) -> pl.DataFrame:
-    """Return the spans of one device with exposed communication split, and what the collective is."""
-    spans_of = {part: _of(spans.filter(pl.col("part") == part)) for part in breakdown.PARTS}
-    exposed = spans_of[breakdown.EXPOSED_COMMUNICATION]
-    none = intervals.from_columns([], [])
-    moving = none if calls is None else intervals.union(exposed_communication.transfer_spans(calls))
-    waiting = none if calls is None else intervals.subtract(_of(calls), moving)
-    pieces = {
-        COMPUTE: spans_of[breakdown.COMPUTE],
+def _pieces(spans: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
+    """Spans of all devices by state: columns window, rank, device, state, start_ns, dur_ns.
+
+    Made of arrays: with tables for each of a thousand devices it would take three times as long.
+    """
+    spans_of, calls_of = (rows.partition_by(_OF, as_dict=True) for rows in (spans, calls))
+    pieces = [
+        (*place, state, piece)
+        for place, device_spans in spans_of.items()
+        for state, piece in _device_pieces(device_spans, calls_of.get(place)).items()
+    ]
+    *columns, edges = zip(*pieces, strict=True) if pieces else ([], [], [], [], [])
+    types = {**schema.columns("window rank device"), "state": pl.String}
+    places = pl.DataFrame(dict(zip(types, columns, strict=True)), types)
+    start_ns, end_ns = np.concatenate([intervals.EMPTY, *edges]).T
+    rows = np.repeat(np.arange(len(edges)), list(map(len, edges)))
+    return places[rows].with_columns(start_ns=pl.Series(start_ns), dur_ns=pl.Series(end_ns - start_ns))
+
+
+def _device_pieces(spans: pl.DataFrame, calls: pl.DataFrame | None) -> dict[str, intervals.Spans]:
+    """Return the spans of one device by state: its exposed communication is split."""
+    spans_of = {part: _of(rows) for (part,), rows in spans.partition_by("part", as_dict=True).items()}
+    exposed = spans_of.get(breakdown.EXPOSED_COMMUNICATION, intervals.EMPTY)
+    waiting = intervals.EMPTY
+    if calls is not None:
+        waiting = intervals.subtract(_of(calls), intervals.union(exposed_communication.transfer_spans(calls)))
+    return {
+        COMPUTE: spans_of.get(breakdown.COMPUTE, intervals.EMPTY),
         TRANSFER: intervals.subtract(exposed, waiting),
         WAITING: intervals.intersect(exposed, waiting),
-        COPY: spans_of[breakdown.EXPOSED_COPY],
+        COPY: spans_of.get(breakdown.EXPOSED_COPY, intervals.EMPTY),
     }
-    rows = pl.concat(
-        pl.DataFrame({"start_ns": piece[:, 0], "dur_ns": piece[:, 1] - piece[:, 0]}).with_columns(state=pl.lit(state))
-        for state, piece in pieces.items()
-    ).sort("start_ns")
-    if calls is None:
-        return rows.with_columns(pl.lit(None).alias(name) for name in ("op", "unit", "peer_rank"))
-    began = calls.select("start_ns", "op", "unit", "peer_rank").sort("start_ns")
-    with_calls = rows.join_asof(began, on="start_ns")
-    communicates, waits = pl.col("state").is_in([TRANSFER, WAITING]), pl.col("state") == WAITING
-    return with_calls.with_columns(
-        *(pl.when(communicates).then(name).alias(name) for name in ("op", "unit")),
-        pl.when(waits).then("peer_rank").alias("peer_rank"),
-    )
 
 
 def _of(rows: pl.DataFrame) -> intervals.Spans:
