@@ -67,7 +67,8 @@ def step(report: Report, run: Run) -> Headline | None:
 def ranks(report: Report, run: Run) -> Headline:
     """Rank that the others wait for longest, and the wait per step."""
     findings = _of(report, "RANK")
-    stragglers = [finding for finding in findings if finding.severity > Severity.INFO or finding.code in _STRAGGLERS]
+    late = [finding for finding in report.findings if family(finding.code) == "RANK"]
+    stragglers = [finding for finding in late if finding.severity > Severity.INFO or finding.code in _STRAGGLERS]
     if stragglers:
         worst = max(stragglers, key=lambda finding: (finding.severity, cost_order(finding)))
         cause = next((finding for finding in report.findings if finding.id == worst.consequence_of), None)
@@ -86,13 +87,14 @@ def ranks(report: Report, run: Run) -> Headline:
             return _about("Cannot judge: the clocks of the ranks could not be aligned", findings)
         return _about(f"No rank waits for another for longer than the clock error, {_duration(residual_ns)}", findings)
     by_rank = waits.group_by("rank").agg(pl.col("awaited_ns", "all_waits_ns").sum())
-    late = by_rank.sort("all_waits_ns", "rank", descending=[True, False]).row(0, named=True)
-    steps = max(breakdown.step_times(run).height, 1)
-    each_ns = late["awaited_ns"] / steps
+    # As in the map of ranks and steps, whose first row is this rank.
+    order = ["awaited_ns", "all_waits_ns", "rank"]
+    rank, awaited_ns = by_rank.sort(order, descending=[True, True, False]).select("rank", "awaited_ns").row(0)
+    each_ns = awaited_ns / max(breakdown.step_times(run).height, 1)
     share = f" ({units.share(each_ns / step_ns)} of it)" if step_ns else ""
     per = "per step" if step_ns else "in the window"
     return _about(
-        f"Others wait longest for rank {late['rank']}: one rank waits up to {_duration(each_ns)} {per}{share}", findings
+        f"Others wait longest for rank {rank}: one rank waits up to {_duration(each_ns)} {per}{share}", findings
     )
 
 
@@ -319,7 +321,10 @@ def _about(text: str, findings: Sequence[Finding]) -> Headline:
 
 
 def _of(report: Report, *families: str) -> list[Finding]:
-    return [finding for finding in report.findings if family(finding.code) in families]
+    """Findings of some families of rules; in place of a consequence its cause, which has the saving."""
+    by_id = {finding.id: finding for finding in report.findings}
+    of_families = (finding for finding in report.findings if family(finding.code) in families)
+    return [by_id.get(finding.consequence_of, finding) for finding in of_families]
 
 
 def _waiting(states: pl.DataFrame) -> str:

@@ -44,6 +44,8 @@ def test_a_straggler_that_is_a_consequence_has_the_saving_of_its_cause():
     assert "10.7 ms" in shown.text
     assert "HOST001" in shown.text
     assert (shown.about, shown.status) == (cause.sentence, "error")
+    shown = headlines.communication(replace(report, findings=(cause, straggler)), run)
+    assert (shown.about, shown.status) == (cause.sentence, "error")
 
 
 def test_without_a_finding_the_ranks_page_names_the_rank_that_is_waited_for_longest(wording):
