@@ -113,11 +113,12 @@ def culprits(table: pl.DataFrame) -> Mapping[int, str]:
     Empty where nobody waits.
     """
     sums = table.group_by("rank").agg(pl.col("lost_ns", "awaited_ns").sum())
-    worst = sums.filter(pl.col("awaited_ns") > 0).sort("lost_ns", "rank", descending=[True, False])["rank"].first()
-    if worst is None:
+    awaited = sums.filter(pl.col("awaited_ns") > 0).sort("lost_ns", "rank", descending=[True, False])
+    if awaited.is_empty():
         return {}
-    longest = table.filter(rank=worst).sort("awaited_ns", descending=True)["waiting_rank"][0]
-    return {worst: "most awaited", longest: f"waits longest for rank {worst}"}
+    rank = awaited["rank"][0]
+    longest = table.filter(rank=rank).sort("awaited_ns", descending=True)["waiting_rank"][0]
+    return {rank: "most awaited", longest: f"waits longest for rank {rank}"}
 
 
 def _show_cell(run: OpenRun, table: pl.DataFrame, cell: tuple[int, ...] | None) -> None:
