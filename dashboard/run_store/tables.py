@@ -52,7 +52,7 @@ CLOCK_OFFSETS = Table(lambda run: run.offsets)
 RUN_CLOCK = _across(breakdown.run_clock, breakdown.extent)
 SPREAD_BY_STEP = _across(rank_timelines.spread)
 RANK_STATES = _across(rank_timelines.states)
-WAIT_TIMES, AWAITED = _across(rank_timelines.wait_times), _across(rank_timelines.awaited_times)
+WAIT_TIMES = _across(rank_timelines.wait_times)
 
 COLLECTIVES = _across(
     group_bandwidth.by_kind,
