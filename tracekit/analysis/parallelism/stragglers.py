@@ -267,16 +267,25 @@ def _idle(run: Run) -> pl.DataFrame:
 def _exposed_longer(run: Run) -> pl.DataFrame:
     """Return for each step and rank how its exposed communication differs from that of the median other rank.
 
-    extra_idle_ns: how much longer the others'; own_transfer_excess_ns: how much longer its own, waiting excluded.
+    extra_idle_ns: how much longer the others'; own_transfer_excess_ns: how much longer its own, waiting excluded, at
+    most what its transfers, hidden or not, take longer: those that a late host leaves exposed are no slow link.
     """
     by_step = run.table(breakdown.by_step)
     waits = _idle(run).group_by(*_KEY, "rank").agg(pl.col("wait_ns").sum())
+    all_waits = run.table(late_calls).group_by(*_KEY, "rank").agg(all_wait_ns=pl.col("wait_ns").sum())
     # Devices of one rank run in lockstep: the one that waits least shows the rank's own time.
     ranks = (
         by_step.group_by(*_KEY, "rank")
-        .agg(pl.col("exposed_communication_ns").min().alias("exposed_ns"))
+        .agg(
+            pl.col("exposed_communication_ns").min().alias("exposed_ns"),
+            pl.col("communication_ns").min().alias("transfer_ns"),
+        )
         .join(waits, on=[*_KEY, "rank"], how="left", nulls_equal=True)
-        .with_columns((pl.col("exposed_ns") - pl.col("wait_ns").fill_null(0)).alias("moving_ns"))
+        .join(all_waits, on=[*_KEY, "rank"], how="left", nulls_equal=True)
+        .with_columns(
+            (pl.col("exposed_ns") - pl.col("wait_ns").fill_null(0)).alias("moving_ns"),
+            pl.col("transfer_ns") - pl.col("all_wait_ns").fill_null(0),
+        )
     )
     leaders = ranks.join(run.table(late_groups.groups), on="rank", how="left").with_columns(
         pl.coalesce("leader", "rank").alias("late_rank")
@@ -290,13 +299,19 @@ def _exposed_longer(run: Run) -> pl.DataFrame:
 def _beyond_others(step: pl.DataFrame) -> pl.DataFrame:
     """Return `_exposed_longer` of the ranks of one step: no row for one whose group has all ranks."""
     leaders = step.group_by("late_rank").agg(
-        pl.col(*_KEY).first(), own_ns=pl.col("exposed_ns").median(), own_moving_ns=pl.col("moving_ns").median()
+        pl.col(*_KEY).first(),
+        own_ns=pl.col("exposed_ns").median(),
+        own_moving_ns=pl.col("moving_ns").median(),
+        own_transfer_ns=pl.col("transfer_ns").median(),
     )
     leaders = leaders.sort("late_rank")
     group = np.searchsorted(leaders["late_rank"].to_numpy(), step["late_rank"].to_numpy())
-    exposed_ns, moving_ns = (_medians_of_others(step[name].to_numpy(), group) for name in ("exposed_ns", "moving_ns"))
+    names = ("exposed_ns", "moving_ns", "transfer_ns")
+    exposed_ns, moving_ns, transfer_ns = (_medians_of_others(step[name].to_numpy(), group) for name in names)
     extra_idle_ns = pl.Series(exposed_ns) - pl.col("own_ns")
-    own_transfer_excess_ns = pl.col("own_moving_ns") - pl.Series(moving_ns)
+    own_transfer_excess_ns = pl.min_horizontal(
+        pl.col("own_moving_ns") - pl.Series(moving_ns), pl.col("own_transfer_ns") - pl.Series(transfer_ns)
+    )
     compared = leaders.select(
         *_KEY,
         "late_rank",
