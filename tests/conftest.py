@@ -7,7 +7,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ with pytest.MonkeyPatch.context() as only_here:  # commands that tests start hav
 
     polars.thread_pool_size()  # starts them
 
+_HAS_PASSED = pytest.StashKey[bool]()
 # No deadline: the duration of an example depends on the load of the machine, not on the code.
 hypothesis.settings.register_profile("deterministic", deadline=None, derandomize=True, database=None, max_examples=40)
 hypothesis.settings.load_profile("deterministic")
@@ -125,10 +126,18 @@ def wording(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Wording]
         is_updated=request.config.getoption("--update-golden"),
         names={str(tmp_path): "TMP", str(Path(__file__).parents[1]): "REPOSITORY"},
     )
-    failed = request.session.testsfailed
     yield messages
-    if request.session.testsfailed == failed:  # else the test ended early
+    if request.node.stash.get(_HAS_PASSED, False):  # else the test failed or was skipped before its end
         messages.end()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Note whether a test itself has passed, for its fixtures."""
+    report = yield
+    if report.when == "call":
+        item.stash[_HAS_PASSED] = report.passed
+    return report
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -153,10 +153,10 @@ def _search(table: pl.DataFrame, by: tuple[str, ...], text: str) -> pl.DataFrame
 
 def _show_rows(rows: pl.DataFrame, by: tuple[str, ...], level: str) -> None:
     measure = "total_ns" if level == KERNELS else "self_ns"
-    widgets.caption(_about(rows, level))
+    present = [name for name in rows.columns if rows[name].null_count() < rows.height or name in by]
+    widgets.caption(_about(rows.select(present), level))
     widgets.chart(charts.top_bars(rows, by, measure=measure), key="kernels-top")
     first = [*by, "time_ratio", "self_ratio", measure, "total_ns", "count", "delay_p50_ns", "delay_p95_ns"]
-    present = [name for name in rows.columns if rows[name].null_count() < rows.height or name in by]
     # The figure shows the kind, by its colour.
     ordered = sorted(present, key=lambda name: first.index(name) if name in first else len(first) + (name == "kind"))
     widths = {

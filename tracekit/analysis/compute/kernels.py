@@ -177,8 +177,13 @@ def activity_count(run: Run) -> int:
 
 @run_fact
 def by_name(run: Run) -> pl.DataFrame:
-    """Return `with_launch_delays` by name, the first view of kernels; use ``run.table``."""
-    return with_launch_delays(run)
+    """Kernels by name, the first view of them, with the delays of `with_launch_delays`; use ``run.table``.
+
+    Delays are null where no launch is known, as on a CPU run.
+    """
+    table = with_launch_delays(run)
+    missing = [name for name in ("delay_p50_ns", "delay_p95_ns") if name not in table.columns]
+    return table.with_columns(pl.lit(None, pl.Int64).alias(name) for name in missing)
 
 
 def _with_keys(trace: Trace, keys: Sequence[str], ops: OpColumns) -> pl.DataFrame:
