@@ -196,7 +196,7 @@ def _job(file: File, info: TraceInfo, manifest_folders: Iterable[str]) -> tuple[
 
 def _with_ranks(traces: list[TraceFile], issues: list[QualityIssue]) -> list[TraceFile]:
     """Return the traces with their ranks: by the file's header, else its name, else the order of files."""
-    misstated = _misstated(traces)
+    misstated = _ids_with_wrong_ranks(traces)
     stated = {id(t): rank for t in traces if (rank := t.info.rank if t.job_rank is None else t.job_rank) is not None}
     stated = {trace_id: rank for trace_id, rank in stated.items() if trace_id not in misstated}
     silent = [t for t in traces if id(t) not in stated]
@@ -223,7 +223,7 @@ def _with_ranks(traces: list[TraceFile], issues: list[QualityIssue]) -> list[Tra
     return ranked
 
 
-def _misstated(traces: Sequence[TraceFile]) -> set[int]:
+def _ids_with_wrong_ranks(traces: Sequence[TraceFile]) -> set[int]:
     """Ids of traces of folders in which recordings of several processes state one rank, while all names differ in it.
 
     Such a folder is one job, whose world has all ranks of the names: its header may be copied, or written before the
@@ -234,13 +234,13 @@ def _misstated(traces: Sequence[TraceFile]) -> set[int]:
     for t in traces:
         of_folder[t.file.folder].append(t)
     for listed in of_folder.values():
-        named = {rank for t in listed if (rank := word_rank(t.file)) is not None}
+        named_ranks = {rank for t in listed if (rank := word_rank(t.file)) is not None}
         sizes = {t.info.world_size for t in listed}
         (size,) = sizes if len(sizes) == 1 else (None,)
         if (
-            len(named) < len(listed)
+            len(named_ranks) < len(listed)
             or size is None
-            or max(named) >= size
+            or max(named_ranks) >= size
             or any(t.job_rank is not None for t in listed)
         ):
             continue

@@ -147,10 +147,10 @@ def _with_path(trace: Trace, old: str, new: str) -> Trace:
     """Return a trace that is named `new` where it was named `old`."""
     if old == new or trace.path != old:
         return trace
-    return trace.replace(path=new, data_quality=_renamed(trace.data_quality, old, new))
+    return trace.replace(path=new, data_quality=_with_new_path(trace.data_quality, old, new))
 
 
-def _renamed(issues: pl.DataFrame, old: str, new: str) -> pl.DataFrame:
+def _with_new_path(issues: pl.DataFrame, old: str, new: str) -> pl.DataFrame:
     return issues.with_columns(pl.col("message").str.replace_all(old, new, literal=True))
 
 

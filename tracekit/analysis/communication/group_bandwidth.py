@@ -178,8 +178,8 @@ def _comparable(run: Run) -> pl.DataFrame:
 
     The time of one that a rank lacks contains the wait for that rank, that of others doesn't.
     """
-    known = pl.col("ranks").list.len()
-    return _large(run.table(transfers)).filter(known == known.max().over(_GROUP))
+    rank_count = pl.col("ranks").list.len()
+    return _large(run.table(transfers)).filter(rank_count == rank_count.max().over(_GROUP))
 
 
 def first_slow_step(levels: list[float], *, min_ratio: float, share: float) -> int | None:

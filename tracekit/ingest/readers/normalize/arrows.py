@@ -30,10 +30,10 @@ def with_launches(events: Events, find_flows: Callable[[], pl.DataFrame]) -> Eve
     may_have_call = lacks & ((events.device["correlation"] == 0).to_numpy() | (calls["correlation"] == 0).any())
     if not may_have_call.sum() > _LEAST_UNNUMBERED * len(lacks) or calls.is_empty():
         return events
-    return _linked(events, Arrows(events, find_flows()), may_have_call)
+    return _link(events, Arrows(events, find_flows()), may_have_call)
 
 
-def _linked(events: Events, arrows: "Arrows", lacks: Flags) -> Events:
+def _link(events: Events, arrows: "Arrows", lacks: Flags) -> Events:
     start_ns, lane = (events.device[name].to_numpy() for name in ("start_ns", "lane"))
     of_work, of_calls = (frame["correlation"].to_numpy().copy() for frame in (events.device, events.host))
     is_call = (events.host["kind"] == event_categories.RUNTIME).to_numpy()
