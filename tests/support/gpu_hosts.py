@@ -1,8 +1,8 @@
 """Kineto files of ranks whose hosts launch kernels and wait for them: the device runs a kernel when it is free."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
 
@@ -99,6 +99,15 @@ class GpuHost:
         where = {"device": 0, "stream": stream, **args}
         self.events.append(kineto_files.slice_(category, name, start_us, dur_us, tid=stream, **where))
         return start_us, start_us + dur_us
+
+
+@contextmanager
+def common_step(hosts: Sequence[GpuHost], number: int) -> Iterator[None]:
+    """A step of all ranks, each on the time of its own host."""
+    with ExitStack() as steps:
+        for host in hosts:
+            steps.enter_context(host.step(number))
+        yield
 
 
 def all_reduce(hosts: list[GpuHost], dur_us: float, *, stream: int = 20, elements: int = 1 << 20) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.gpu_hosts import GpuHost, all_reduce
+from tests.support.gpu_hosts import GpuHost, all_reduce, common_step
 from tracekit.ingest.loader import load
 from tracekit.rules.engine import check
 from tracekit.rules.rule import Severity
@@ -27,20 +27,17 @@ def job(folder, late, pause_us):
     """Return a job whose ranks gather weights for the next step after each one; some hosts pause before a step."""
     hosts = [GpuHost(rank, RANKS) for rank in range(RANKS)]
     for step in range(STEPS):
-        opened = [host.step(step) for host in hosts]
-        for host, context in zip(hosts, opened, strict=True):
-            context.__enter__()
-            host.pause(pause_us if host.rank in late else 0)
-        for _ in range(BLOCKS):
+        with common_step(hosts, step):
             for host in hosts:
-                for number in range(KERNELS):
-                    host.kernel(f"gemm_{number}", KERNEL_US)
-            all_reduce(hosts, 30.0)
-        for host in hosts:
-            host.wait()
-        gather(hosts)
-        for context in opened:
-            context.__exit__(None, None, None)
+                host.pause(pause_us if host.rank in late else 0)
+            for _ in range(BLOCKS):
+                for host in hosts:
+                    for number in range(KERNELS):
+                        host.kernel(f"gemm_{number}", KERNEL_US)
+                all_reduce(hosts, 30.0)
+            for host in hosts:
+                host.wait()
+            gather(hosts)
     for host in hosts:
         host.wait()
         host.write(folder)

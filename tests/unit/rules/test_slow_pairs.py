@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.gpu_hosts import STREAM, GpuHost, all_reduce
+from tests.support.gpu_hosts import STREAM, GpuHost, all_reduce, common_step
 from tracekit.ingest.loader import load
 from tracekit.rules.engine import check
 from tracekit.rules.slow_collectives import SlowLink
@@ -32,21 +32,19 @@ def job(folder, ends_us, tokens=None):
     hosts = [GpuHost(rank, RANKS) for rank in range(RANKS)]
     for step in range(STEPS):
         begin_us = max(host.host_us for host in hosts)
-        opened = [host.step(step) for host in hosts]
-        for host, context in zip(hosts, opened, strict=True):
+        for host in hosts:
             host.host_us = begin_us
-            context.__enter__()
-        for layer in range(LAYERS):
+        with common_step(hosts, step):
+            for layer in range(LAYERS):
+                for host in hosts:
+                    host.kernel(f"attention_{layer}", 100.0)
+                exchange(hosts, tokens, ends_us)
+                for host in hosts:
+                    host.kernel(f"experts_{layer}", 100.0)
+                exchange(hosts, returned, ends_us)
+                all_reduce(hosts, 20.0)  # its ends show the ranks' clocks
             for host in hosts:
-                host.kernel(f"attention_{layer}", 100.0)
-            exchange(hosts, tokens, ends_us)
-            for host in hosts:
-                host.kernel(f"experts_{layer}", 100.0)
-            exchange(hosts, returned, ends_us)
-            all_reduce(hosts, 20.0)  # its ends show the ranks' clocks
-        for host, context in zip(hosts, opened, strict=True):
-            host.wait()
-            context.__exit__(None, None, None)
+                host.wait()
     groups = [{"pg_name": "ep", "pg_desc": "mesh_ep", "pg_size": RANKS, "ranks": list(range(RANKS))}]
     for host in hosts:
         host.write(folder, groups)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.gpu_hosts import GpuHost, all_reduce
+from tests.support.gpu_hosts import GpuHost, all_reduce, common_step
 from tracekit.ingest.loader import load
 from tracekit.rules.engine import check
 from tracekit.rules.rule import Severity
@@ -17,17 +17,13 @@ def job(folder, stall_us):
     for step in range(STEPS):
         for host in hosts:
             host.wait()
-        opened = [host.step(step) for host in hosts]
-        for context in opened:
-            context.__enter__()
-        hosts[STALLING].pause(stall_us * (step == 5))
-        for _ in range(BLOCKS):
-            for host in hosts:
-                for number in range(KERNELS):
-                    host.kernel(f"gemm_{number}", KERNEL_US + LATER_US * (host.rank == SLOW))
-            all_reduce(hosts, 30.0)
-        for context in opened:
-            context.__exit__(None, None, None)
+        with common_step(hosts, step):
+            hosts[STALLING].pause(stall_us * (step == 5))
+            for _ in range(BLOCKS):
+                for host in hosts:
+                    for number in range(KERNELS):
+                        host.kernel(f"gemm_{number}", KERNEL_US + LATER_US * (host.rank == SLOW))
+                all_reduce(hosts, 30.0)
     for host in hosts:
         host.wait()
         host.write(folder)

@@ -81,32 +81,29 @@ def pipeline(folder, *, slow=RANKS - 1, slowdown=1.0, slow_kernels=range(KERNELS
 def _play(stages, step):
     """Record a step: each action of a rank as soon as its input is there, in the order of 1F1B."""
     ends, left = {}, {stage.rank: order(stage.rank) for stage in stages}
-    opened = [(stage.step(step), stage) for stage in stages]
-    for context, _ in opened:
-        context.__enter__()
-    while any(left.values()):
+    with gpu_hosts.common_step(stages, step):
+        while any(left.values()):
+            for stage in stages:
+                rank, actions = stage.rank, left[stage.rank]
+                if not actions:
+                    continue
+                action, number = actions[0]
+                source = rank - 1 if action == FORWARD else rank + 1
+                has_source = 0 <= source < RANKS
+                if has_source and (action, number, source) not in ends:
+                    continue
+                arrived_us = ends[action, number, source] if has_source else 0.0
+                if has_source:
+                    posted_us = stage.host_us + 2 * gpu_hosts.LAUNCH_US
+                    stage.message("recv", source, min(posted_us, arrived_us - 1), arrived_us)
+                end_us = stage.compute(action, arrived_us)
+                sink = rank + 1 if action == FORWARD else rank - 1
+                if 0 <= sink < RANKS:
+                    stage.message("send", sink, end_us + 1, end_us + 11)
+                ends[action, number, rank] = end_us + 11
+                actions.pop(0)
         for stage in stages:
-            rank, actions = stage.rank, left[stage.rank]
-            if not actions:
-                continue
-            action, number = actions[0]
-            source = rank - 1 if action == FORWARD else rank + 1
-            has_source = 0 <= source < RANKS
-            if has_source and (action, number, source) not in ends:
-                continue
-            arrived_us = ends[action, number, source] if has_source else 0.0
-            if has_source:
-                posted_us = stage.host_us + 2 * gpu_hosts.LAUNCH_US
-                stage.message("recv", source, min(posted_us, arrived_us - 1), arrived_us)
-            end_us = stage.compute(action, arrived_us)
-            sink = rank + 1 if action == FORWARD else rank - 1
-            if 0 <= sink < RANKS:
-                stage.message("send", sink, end_us + 1, end_us + 11)
-            ends[action, number, rank] = end_us + 11
-            actions.pop(0)
-    for context, stage in opened:
-        stage.wait()
-        context.__exit__(None, None, None)
+            stage.wait()
 
 
 @pytest.mark.parametrize("groups", [EVERYBODY, NEIGHBORS])
