@@ -57,8 +57,8 @@ def _links(run: Run) -> pl.DataFrame:
     sums = pairs.group_by(*_STEP, "rank").agg(sent=pl.col("bytes").sum())
     received = pairs.group_by(*_STEP, "peer").agg(received=pl.col("bytes").sum()).rename({"peer": "rank"})
     loads = sums.join(received, on=[*_STEP, "rank"], nulls_equal=True)
-    most = pl.max_horizontal("sent", "received")
-    loads = loads.select(*_STEP, "rank", load=most.clip(1))
+    load_bytes = pl.max_horizontal("sent", "received")
+    loads = loads.select(*_STEP, "rank", load=load_bytes.clip(1))
     one_way = pairs.filter(pl.col("rank") < pl.col("peer"))
     peer_loads = loads.rename({"rank": "peer", "load": "peer_load"})
     loaded = one_way.join(loads, on=[*_STEP, "rank"], nulls_equal=True).join(
@@ -78,21 +78,21 @@ def _finding(rule: Thresholds, ranks: tuple[int, int], rows: pl.DataFrame, step_
     excess = rows.with_columns(extra_ns=pl.col("transfer_ns") - pl.col("usual_ns"))
     worst: dict[str, Any] = median_row(excess, "extra_ns", "step")
     lost_ratio = worst["extra_ns"] / worst["duration_ns"]
-    named = " and ".join(map(str, ranks))
+    pair = " and ".join(map(str, ranks))
     return Finding(
         rule.code,
         Severity.WARNING if lost_ratio >= rule.min_lost_ratio else Severity.INFO,
-        f"What ranks {named} exchange in all-to-alls takes {worst['ratio']:.1f} times as long as between other ranks: "
+        f"What ranks {pair} exchange in all-to-alls takes {worst['ratio']:.1f} times as long as between other ranks: "
         f"{units.duration(worst['transfer_ns'])} instead of {units.duration(worst['usual_ns'])} in step "
         f"{worst['step']} (the median by this measure), in {rows.height} of {step_count} steps.",
-        _FIX.format(ranks=named),
+        _FIX.format(ranks=pair),
         impact=min(1.0, lost_ratio),
         cost_ns=worst["extra_ns"],
         confidence=0.7,
         ranks=ranks,
         steps=distinct(rows, "step"),
         evidence=largest_first(excess, "extra_ns", "step").head(_EVIDENCE_ROWS),
-        subject=f"link of ranks {named}",
-        claim=f"The link between ranks {named} is slower than those between other ranks",
+        subject=f"link of ranks {pair}",
+        claim=f"The link between ranks {pair} is slower than those between other ranks",
         is_of_window=worst["step"] is None,
     )

@@ -123,8 +123,8 @@ def _matched_steps(run: Run) -> pl.DataFrame:
     )
     unmatched = recorded.join(matched, on=_KEY, how="anti", nulls_equal=True)
     table = steps(run)
-    known = table.join(unmatched, on=_KEY, how="anti", nulls_equal=True, maintain_order="left")
-    return (table if known.is_empty() else known).with_columns(pl.int_range(pl.len()).alias("order"))
+    matched = table.join(unmatched, on=_KEY, how="anti", nulls_equal=True, maintain_order="left")
+    return (table if matched.is_empty() else matched).with_columns(pl.int_range(pl.len()).alias("order"))
 
 
 def waiting_pieces(run: Run) -> pl.DataFrame:

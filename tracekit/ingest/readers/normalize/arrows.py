@@ -80,8 +80,8 @@ class Arrows:
             },
             schema_overrides={"pid": pl.String, "tid": pl.String},
         ).unique(["pid", "tid"], keep="first")
-        placed = flows.filter(pl.col("at_ns") != numbers.BAD).join(index, on=["pid", "tid"])
-        heads, tails = placed.filter("is_head"), placed.filter(~pl.col("is_head"))
+        ends = flows.filter(pl.col("at_ns") != numbers.BAD).join(index, on=["pid", "tid"])
+        heads, tails = ends.filter("is_head"), ends.filter(~pl.col("is_head"))
         joined = heads.join(tails.unique("arrow"), on="arrow", suffix="_tail")
         self._table = joined.filter(pl.col("pid").ne_missing(pl.col("pid_tail")))
 
