@@ -3,17 +3,21 @@
     python -m benchmarks.constant_troubles --out docs/lab/constant_troubles.md
 
 Small changes of one training (`benchmarks.constant_trainings`), at three sizes, each recorded right after a
-healthy twin on two CPU ranks. Each pair shows whether the first finding names the cause, whether the twin has no
-warning, and whether the cost is within 20% of the difference between the median steps of both.
+healthy twin on two CPU ranks. The pairs show whether the first finding names the cause, whether the twin has no
+warning, and whether the cost is within 20% of the difference between the median steps of both. Twins differ by
+several milliseconds, so that a small cost takes several pairs (`--pairs`).
 """
 
 import argparse
+import itertools
+import math
 import os
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,11 +56,9 @@ COMP006 to COMP011 and HOST008 were written later, after recordings of troubles 
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What `check` says of a training with a trouble and of its healthy twin."""
+class Pair:
+    """What `check` says of one recording with a trouble and of its healthy twin."""
 
-    trouble: str
-    size: str
     healthy_ns: int
     troubled_ns: int
     first: Finding | None
@@ -67,21 +69,61 @@ class Verdict:
         """How much longer the median step takes with the trouble."""
         return self.troubled_ns - self.healthy_ns
 
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the pairs of one trouble at one size show together."""
+
+    trouble: str
+    size: str
+    pairs: tuple[Pair, ...]
+
+    @property
+    def healthy_ns(self) -> float:
+        """Mean of the twins' median steps."""
+        return statistics.fmean(pair.healthy_ns for pair in self.pairs)
+
+    @property
+    def cost_ns(self) -> float:
+        """Mean of the differences."""
+        return statistics.fmean(pair.cost_ns for pair in self.pairs)
+
+    @property
+    def cost_error_ns(self) -> float | None:
+        """Two standard errors of `cost_ns`; None of one pair."""
+        if len(self.pairs) < 2:
+            return None
+        return 2 * statistics.stdev(pair.cost_ns for pair in self.pairs) / math.sqrt(len(self.pairs))
+
     @property
     def is_costly(self) -> bool:
         """Whether the trouble costs enough to be reported."""
-        return self.cost_ns >= _LEAST_RATIO * self.troubled_ns
+        return self.cost_ns >= _LEAST_RATIO * (self.healthy_ns + self.cost_ns)
+
+    @property
+    def naming(self) -> tuple[Finding, ...]:
+        """The first findings that are of a rule about this trouble, at most one of each pair."""
+        return tuple(p.first for p in self.pairs if p.first is not None and p.first.code in NAMED_BY[self.trouble])
 
     @property
     def is_named(self) -> bool:
-        """Whether the first finding is of a rule about this trouble."""
-        return self.first is not None and self.first.code in NAMED_BY[self.trouble]
+        """Whether the first finding names the trouble in more than half of the pairs."""
+        return len(self.naming) > len(self.pairs) / 2
+
+    @property
+    def stated_ns(self) -> float:
+        """Mean of the costs that the findings state; 0 without any."""
+        return statistics.fmean(finding.cost_ns for finding in self.naming) if self.naming else 0.0
 
     @property
     def is_priced(self) -> bool:
-        """Whether the cost of a finding that names it is within the tolerance."""
-        off_ns = abs(self.first.cost_ns - self.cost_ns) if self.first is not None else self.cost_ns
-        return self.is_named and off_ns <= _TOLERANCE * self.cost_ns
+        """Whether the stated cost is within the tolerance."""
+        return self.is_named and abs(self.stated_ns - self.cost_ns) <= _TOLERANCE * self.cost_ns
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether the difference is known more precisely than the tolerance."""
+        return self.cost_error_ns is not None and self.cost_error_ns <= _TOLERANCE * self.cost_ns
 
 
 def record(size: str, folder: Path, troubles: Sequence[str]) -> None:
@@ -101,13 +143,13 @@ def record(size: str, folder: Path, troubles: Sequence[str]) -> None:
             raise subprocess.CalledProcessError(process.returncode, command)
 
 
-def judge(trouble: str, size: str, folder: Path) -> Verdict:
+def judge(folder: Path) -> Pair:
     """Check a training with a trouble and its healthy twin."""
-    troubled, healthy = (tracekit.load(str(folder / trouble / kind)) for kind in ("trouble", HEALTHY))
+    troubled, healthy = (tracekit.load(str(folder / kind)) for kind in ("trouble", HEALTHY))
     findings = check(troubled).findings
     first = next((finding for finding in findings if finding.severity > Severity.INFO), None)
     warnings = tuple(finding.code for finding in check(healthy).findings if finding.severity > Severity.INFO)
-    return Verdict(trouble, size, _median_step_ns(healthy), _median_step_ns(troubled), first, warnings)
+    return Pair(_median_step_ns(healthy), _median_step_ns(troubled), first, warnings)
 
 
 def _median_step_ns(run: Run) -> int:
@@ -117,25 +159,35 @@ def _median_step_ns(run: Run) -> int:
 
 def table(verdicts: Sequence[Verdict]) -> list[str]:
     """Return the verdicts as Markdown, with the shares above."""
+    pairs = [pair for verdict in verdicts for pair in verdict.pairs]
     costly = [verdict for verdict in verdicts if verdict.is_costly]
     named = [verdict for verdict in costly if verdict.is_named]
+    certain = [verdict for verdict in named if verdict.is_certain]
+    tolerance = units.share(_TOLERANCE)
     lines = [
-        f"- {len(verdicts)} pairs; in {len(costly)} the trouble costs {units.share(_LEAST_RATIO)} of the step or more.",
-        f"- The first warning names the cause in {len(named)} of these.",
-        f"- The healthy twin has no warning in {sum(not v.twin_warnings for v in verdicts)} of {len(verdicts)}.",
-        f"- The cost is within {units.share(_TOLERANCE)} of the difference in {sum(v.is_priced for v in named)} of "
-        f"{len(named)} that are named.",
+        f"- {len(verdicts)} troubles by size, {len(pairs)} pairs; {len(costly)} cost {units.share(_LEAST_RATIO)} of "
+        "the step or more, on average.",
+        f"- The first warning names the cause in {len(named)} of these, in more than half of their pairs.",
+        f"- The healthy twin has no warning in {sum(not pair.twin_warnings for pair in pairs)} of {len(pairs)}.",
+        f"- The cost is within {tolerance} of the difference (both are means of the pairs) in "
+        f"{sum(v.is_priced for v in named)} of {len(named)} that are named.",
+        f"- Of {len(certain)} whose difference is known to {tolerance} (two standard errors): in "
+        f"{sum(v.is_priced for v in certain)}.",
         "",
-        "| trouble | size | twin | difference | first warning | states | named | twin's warnings |",
+        "| trouble | size | twin | difference | first warning | states | named | twins' warnings |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for verdict in verdicts:
-        first = verdict.first
-        named_text = "too small" if not verdict.is_costly else ("yes" if verdict.is_named else "no")
+        first = next(iter(verdict.naming), verdict.pairs[0].first)
+        error_ns = verdict.cost_error_ns
+        twin_warnings = Counter(code for pair in verdict.pairs for code in pair.twin_warnings)
         cells = (
-            verdict.trouble, verdict.size, units.duration(verdict.healthy_ns), units.duration(verdict.cost_ns),
-            f"{first.code}: {first.claim}" if first else "—", units.duration(first.cost_ns) if first else "—",
-            named_text, ", ".join(verdict.twin_warnings) or "—",
+            verdict.trouble, verdict.size, units.duration(verdict.healthy_ns),
+            units.duration(verdict.cost_ns) + (f" ± {units.duration(error_ns)}" if error_ns is not None else ""),
+            f"{first.code}: {first.claim}" if first else "—",
+            units.duration(verdict.stated_ns) if verdict.naming else "—",
+            f"{len(verdict.naming)} of {len(verdict.pairs)}" if verdict.is_costly else "too small",
+            ", ".join(f"{code} {count}" for code, count in twin_warnings.most_common()) or "—",
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return lines
@@ -146,18 +198,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.constant_troubles", description=__doc__.splitlines()[0])
     parser.add_argument("--trouble", action="append", choices=list(TROUBLES), help="only this; repeatable")
     parser.add_argument("--size", action="append", choices=list(SIZES), help="only this; repeatable")
+    parser.add_argument("--pairs", type=int, default=1, help="pairs of each trouble at each size (default: 1)")
     parser.add_argument("--recordings", type=Path, help="folder of recordings: those that are there are used again")
     parser.add_argument("--out", type=Path, help="write the table to this file too")
     options = parser.parse_args(arguments)
-    troubles = options.trouble or list(TROUBLES)
+    troubles, sizes = options.trouble or list(TROUBLES), options.size or list(SIZES)
     verdicts = []
     with tempfile.TemporaryDirectory() as temporary:
-        folder = options.recordings or Path(temporary)
-        for size in options.size or SIZES:
-            missing = [name for name in troubles if not (folder / size / name / "trouble" / "run.json").exists()]
+        pairs = [Path(options.recordings or temporary, f"pair-{number}") for number in range(options.pairs)]
+        for pair, size in itertools.product(pairs, sizes):  # one pair of each before the next: load changes slowly
+            missing = [name for name in troubles if not (pair / size / name / "trouble" / "run.json").exists()]
             if missing:
-                record(size, folder / size, missing)
-            verdicts += [judge(name, size, folder / size) for name in troubles]
+                record(size, pair / size, missing)
+        for size, name in itertools.product(sizes, troubles):
+            verdicts.append(Verdict(name, size, tuple(judge(pair / size / name) for pair in pairs)))
     lines = ["# Constant troubles", "", *__doc__.splitlines()[4:], "", results.machine_description(), *table(verdicts)]
     text = "\n".join(lines) + "\n"
     print(text)

@@ -176,7 +176,11 @@ STEPS = table(
     column("host_start_ns", "Start of the step on the host."),
     column("host_end_ns", "End of the step on the host."),
     column("start_ns", "Start of the device window: the first activity the step launched on the main compute lane."),
-    column("end_ns", "End of the device window: the next step's start; for the last step, its last activity."),
+    column(
+        "end_ns",
+        "End of the device window: the next step's start; of the last step, its last activity, or on a CPU run its "
+        "mark's end, if that is later.",
+    ),
     column("device", "Device index the window belongs to; null on a CPU run."),
 )
 

@@ -15,6 +15,8 @@ from tests.support.selection import others_in_accuracy
 from tracekit.analysis.communication import latency
 from tracekit.analysis.time import backward_passes
 from tracekit.model import schema
+from tracekit.replay.graph import savings
+from tracekit.replay.graph.causes import SMALL_COLLECTIVES
 from tracekit.rules.collective_batching import ReducedEveryMicroBatch, SmallCollectives
 from tracekit.rules.communication import ExposedCommunication
 from tracekit.rules.engine import check
@@ -144,14 +146,22 @@ def test_bursts_of_one_backward_pass_are_merged_across_the_compute_between_them(
     assert found.cost_ns == pytest.approx(15 * CHARACTER_NS, rel=0.05)
 
 
-def reductions_after_backward(*, last_forward=False):
-    """Return two ranks that reduce eight tensors of 1 KiB after backward, with compute between: nobody wraps them."""
-    compute, comm = "ffffbbbb" + "..n" * 8 + "f" * last_forward, "........" + "xx.yy." * 4
+EVEN = (("..n..n", "xx.yy."),) * 2
+UNEVEN = (("n....nnn..", ".xxxx...yy"), ("nnn..n....", "...xx.yyyy"))
+
+
+def reductions_after_backward(pairs=EVEN, launched=None, *, last_forward=False):
+    """Return two ranks that reduce eight tensors of 1 KiB after backward, with compute between: nobody wraps them.
+
+    `pairs` are what computes and what reduces of two tensors on each rank, repeated four times.
+    """
     groups = pl.DataFrame({"group": ["0"], "description": ["default_pg"], "ranks": [[0, 1]]})
     traces = []
-    for rank in range(2):
+    for rank, (computing, reducing) in enumerate(pairs):
+        compute, comm = "ffffbbbb" + computing * 4 + "f" * last_forward, "........" + reducing * 4
         plain = drawn_hosts.trace(
             f"step {'0' * len(compute)}\ncompute {compute}\ncomm {comm}",
+            launched,
             phases={"b": "backward"},
             ops=dict.fromkeys("xy", "all_reduce"),
             rank=rank,
@@ -170,6 +180,14 @@ def test_collectives_of_the_program_with_compute_between_are_batched_outside_the
     assert found.evidence.select("count", "joined").rows() == [(8, 1)] * 2
     # 1 KiB needs half a microsecond at 2 GB/s of the 100 µs; seven of eight are saved.
     assert found.cost_ns == pytest.approx(7 * 2 * CHARACTER_NS, rel=0.01)
+
+
+def test_ranks_wait_for_each_other_once_a_batch():
+    # Before each tensor one rank computes for one character and the other for three, in turns. With one all-reduce each
+    # computes for 16 characters and 2 are left of 40; without latency alone, 24 of waits for the later rank would stay.
+    run = reductions_after_backward(UNEVEN, dict.fromkeys("nxy", 5))
+    saved_ns = savings.saving(run, SMALL_COLLECTIVES.name).saved_ns
+    assert saved_ns == pytest.approx((40 - 16 - 2) * CHARACTER_NS, rel=0.01)
 
 
 def test_collectives_between_forward_ops_may_be_tensor_parallelism():

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.support import kineto_files
+from tracekit.analysis.checkpoint import save_stages
 from tracekit.ingest.loader import load
 from tracekit.replay.graph import savings
 from tracekit.replay.graph.causes.host import LATE_LAUNCH
@@ -15,18 +16,22 @@ from tracekit.rules.rule import Severity
 STEP_US, OP_US = 30_000.0, 5_000.0
 
 
-def recorded(folder, pause_ms):
+def recorded(folder, pause_ms, *, at_end=False, pause_name=""):
     """Return a CPU run: each step pauses for `pause_ms` of its number, then computes in two ops for 10 ms.
 
     step    |0----------|1----------|2--...
     op        ..  a  b    ..  a  b           . pauses: the one before step 1 is in the device window of step 0
+
+    The pauses are after the ops if they are `at_end`, and recorded as a span if they have a name.
     """
     events, at_us = [], 0.0
     for step, pause in enumerate(pause_ms):
-        begin_us, at_us = at_us, at_us + 1000 * pause
-        for _ in range(2):
-            events.append(kineto_files.slice_("cpu_op", "aten::mm", at_us, OP_US, tid=1))
-            at_us += OP_US + 10
+        begin_us = at_us
+        for is_pause in (False, False, True) if at_end else (True, False, False):
+            name, dur_us = (pause_name, 1000 * pause) if is_pause else ("aten::mm", OP_US)
+            if name:
+                events.append(kineto_files.slice_("cpu_op", name, at_us, dur_us, tid=1))
+            at_us += dur_us + (0 if is_pause else 10)
         events.append(kineto_files.slice_("user_annotation", f"ProfilerStep#{step}", begin_us, at_us - begin_us, tid=1))
     content = kineto_files.trace(None, steps=0) | {"traceEvents": events}
     kineto_files.write(folder / "rank0.pt.trace.json", content)
@@ -40,6 +45,13 @@ def test_a_pause_before_each_step_is_found_although_the_last_steps_window_has_no
     wording(found.message)
     # Four of the five pauses are in the window: the first, before the first op, is as long.
     assert savings.saving(run, "late-launch").saved_ns == pytest.approx(20_000_000, rel=0.01)
+
+
+@pytest.mark.parametrize(("name", "cause"), [("", "late-launch"), ("gc: full collection", "garbage-collection")])
+def test_a_pause_at_the_end_of_each_step_is_in_the_last_step_too(tmp_path, name, cause):
+    run = recorded(tmp_path, [20] * 5, at_end=True, pause_name=name)
+    assert (save_stages.steps(run)["duration_ns"] / 1e6).to_list() == pytest.approx([30.02] * 5, abs=0.05)
+    assert savings.saving(run, cause).saved_ns == pytest.approx(20_000_000, rel=0.01)
 
 
 def test_a_long_pause_before_most_steps_is_found(tmp_path):

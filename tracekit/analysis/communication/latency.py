@@ -209,10 +209,11 @@ def batchable_calls(run: Run) -> pl.DataFrame:
     # A burst can be one collective; others must stay small enough to overlap with compute.
     large_enough = (pl.col("moving_ns").sum() / (_TRANSFER_PER_LATENCY * pl.col("latency_ns").median())).ceil().clip(1)
     joined = pl.when(pl.col("burst").is_null()).then(large_enough.over(_BATCH)).otherwise(1.0)
-    position = pl.int_range(pl.len()).over(_BATCH)
+    # The last ones stay: a batch is sent when its last tensor is there.
+    following = (pl.len() - 1 - pl.int_range(pl.len())).over(_BATCH)
     return batched.with_columns(
         pl.min_horizontal(joined, pl.len().over(_BATCH)).cast(pl.Int64).alias("joined")
-    ).with_columns((position >= pl.col("joined")).alias("is_merged"))
+    ).with_columns((following >= pl.col("joined")).alias("is_merged"))
 
 
 def hops() -> pl.Expr:

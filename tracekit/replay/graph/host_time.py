@@ -12,7 +12,7 @@ from tracekit.model import sweep_line
 from tracekit.model.columns import flags, ids, rows_of
 from tracekit.model.sweep_line import NEVER, Flags, Ints
 from tracekit.model.trace import Trace
-from tracekit.replay.graph.nodes import HOST, WORK, edge_table, gap_series, number_nodes
+from tracekit.replay.graph.nodes import HOST, STEP_END, WORK, edge_table, gap_series, number_nodes
 
 STATE_COUNT = len(host_state.HOST_STATES)
 ALLOCATOR, SYNCHRONIZE, LAUNCH = (
@@ -225,7 +225,7 @@ def _is_asynchronous(copies: pl.DataFrame, call: Ints, recorded: _CallRows) -> F
 
 
 def _host(trace: Trace) -> pl.DataFrame:
-    """Return the compute, and the issue calls of collectives, in order."""
+    """Return the compute, the issue calls of collectives, and the end of the last step where it is later, in order."""
     compute = trace.activities.filter(pl.col("kind") != "communication").select(
         pl.col("id").alias("ref"), "lane", "kind", "name", "step", "phase", "unit", "span", "start_ns",
         (pl.col("start_ns") + pl.col("dur_ns")).alias("end_ns"), pl.lit(-1, pl.Int64).alias("call"),
@@ -240,7 +240,26 @@ def _host(trace: Trace) -> pl.DataFrame:
             "span", "start_ns", pl.col("start_ns").alias("end_ns"), "call",
         )
     )  # fmt: skip
-    return pl.concat([compute, issues]).sort("start_ns", "end_ns", maintain_order=True)
+    calls = pl.concat([compute, issues]).sort("start_ns", "end_ns", maintain_order=True)
+    return pl.concat([calls, _end_of_last_step(trace, calls)], how="diagonal")
+
+
+def _end_of_last_step(trace: Trace, calls: pl.DataFrame) -> pl.DataFrame:
+    """Return a call without duration where the last step's mark ends, on the thread of the last call; none if earlier.
+
+    Else what the host does between the last op and the end of the step would be in every step but the last one.
+    """
+    step = trace_columns.windows(trace).drop_nulls("step").sort("end_ns").tail(1)
+    done_ns = (trace.activities["start_ns"] + trace.activities["dur_ns"]).max()
+    return step.filter(pl.col("end_ns") > done_ns).select(
+        "step",
+        "end_ns",
+        start_ns="end_ns",
+        kind=pl.lit(STEP_END),
+        name=pl.lit(STEP_END),
+        lane=pl.lit(calls["lane"].last() if calls.height else None, pl.Int64),
+        call=pl.lit(-1, pl.Int64),
+    )
 
 
 def _collectives(trace: Trace, host: pl.DataFrame) -> pl.DataFrame:

@@ -11,6 +11,8 @@ from tracekit.model.sweep_line import Ints
 
 HOST, WORK, WAIT = 0, 1, 2
 """A host call (on a CPU run also its compute), an activity, an event wait of a stream."""
+STEP_END = "end of the step"
+"""Kind and name of the host's node at which the last step of a CPU run ends, if that is after its last activity."""
 
 GAP_COLUMNS = {state: f"{state}_gap_ns" for state in host_state.HOST_STATES}
 """The column of the host time before a node in each state."""

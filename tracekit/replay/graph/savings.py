@@ -59,8 +59,8 @@ def step_durations(graph: Graph, played: Replay, *, unchanged: Replay | None = N
     """Return each step's recorded and replayed device window: from its first node's start to the next step's.
 
     Columns window, rank, step, device, duration_ns, replayed_ns; one row per rank, step and device. The last step ends
-    with its last activity. The first begins as in the `unchanged` replay, if given: what happens sooner after the
-    recording began saves time too.
+    with its last activity, or its mark (STEP_END). The first begins as in the `unchanged` replay, if given: what
+    happens sooner after the recording began saves time too.
     """
     steps = _steps(graph)
     return steps.frame.hstack([steps.replayed_ns(graph.done, played, unchanged=unchanged)])

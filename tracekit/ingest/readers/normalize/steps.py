@@ -1,6 +1,7 @@
 """Training steps: on the host from the profiler's marks, otherwise from the optimizer's steps or repetitions.
 
-The device window of a step is from the first activity that it launched on the main lane to that of the next step.
+The device window of a step is from the first activity that it launched on the main lane to that of the next step. That
+of the last step ends with its last activity; on a CPU run, where the host itself does the work, with its mark.
 """
 
 from dataclasses import dataclass
@@ -47,6 +48,11 @@ class Steps:
     """Steps without a mark of their own: each is the time between the marks of the steps before and after it."""
     range_name: str = ""
     """Name of the ranges that are the steps of a program without PyTorch."""
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether ranges of the host are the steps, which end where the program says."""
+        return not self.from_optimizer and self.alike_ratio is None and not self.on_device
 
     def at(self, times: Ints) -> Ints:
         """Return the index of the step whose window contains each time; -1 outside all steps."""
@@ -185,6 +191,8 @@ def _of_device(steps: Steps, device: int | None, start: Ints, end: Ints, outside
     started = np.flatnonzero(start != _LAST)
     started = started[np.argsort(start[started], kind="stable")]
     until = np.append(start[started][1:], end[started][-1:])
+    if device is None and steps.is_marked and len(started):
+        until[-1] = max(until[-1], steps.end_ns[started[-1]])
     # Work of steps without a mark lies between those whose numbers do not follow each other.
     for place in np.flatnonzero(np.diff(steps.step[started]) > 1).tolist():
         outside_after = outside[np.searchsorted(outside, start[started[place]]) :]

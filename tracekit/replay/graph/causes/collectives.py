@@ -62,25 +62,58 @@ def equalize_transfers(graph: Graph) -> Graph:
 def bucket_collectives(graph: Graph) -> Graph:
     """Return the graph with collectives that could be batched merged: they take the time of their bytes, launches none.
 
-    Raises InsufficientDataError where the latency of none is known.
+    Ranks meet at those that stay only. Raises InsufficientDataError where the latency of none is known.
     """
     batched = graph.batchable_calls
     if batched.is_empty():
         raise InsufficientDataError("no collectives of known latency follow each other closely enough to be batched")
     key = ["rank", "ref"]
     merged = batched.filter("is_merged").select("rank", "moving_ns", ref="activity_id").unique(key, keep="first")
-    calls = graph.parts.join(merged, on=key, maintain_order="left")
-    together = calls.group_by("done", maintain_order=True).agg(pl.col("moving_ns").max().round().cast(pl.Int64))
-    done = together["done"].to_numpy()
-    own_ns, chain_ns = graph.own_ns.copy(), graph.chain_ns.copy()
-    own_ns[done] = np.minimum(own_ns[done], together["moving_ns"].to_numpy())
-    nodes = calls["at"].to_numpy()
+    calls = graph.parts.join(merged, on=key, maintain_order="left").with_columns(
+        pl.col("moving_ns").max().over("done").round().cast(pl.Int64)
+    )
+    done, nodes = calls["done"].to_numpy(), calls["at"].to_numpy()
+    own_ns, chain_ns, launch_ns = graph.own_ns.copy(), graph.chain_ns.copy(), graph.launch_ns.copy()
+    own_ns[done] = np.minimum(own_ns[done], calls["moving_ns"].to_numpy())
     launches = graph.launch[nodes]
     launches = launches[launches >= 0]
     own_ns[launches] = 0
     chain_ns[nodes] = 0
     chain_ns[launches] = 0
-    return replace(graph, own_ns=own_ns, chain_ns=chain_ns)
+    if not graph.on_device:
+        launch_ns[nodes] = 0  # the backend's thread is woken for none of them
+    changed = replace(graph, own_ns=own_ns, launch_ns=launch_ns).with_chain(chain_ns)
+    return _without_meeting(changed, calls)
+
+
+def _without_meeting(graph: Graph, calls: pl.DataFrame) -> Graph:
+    """Return the graph in which each rank goes on after its own part of collectives (rows of `graph.parts`)."""
+    of_several = calls.filter(pl.col("done") >= graph.count)
+    if of_several.is_empty():
+        return graph
+    own_ns = graph.own_ns.copy()
+    own_ns[of_several["at"].to_numpy()] = own_ns[of_several["done"].to_numpy()]
+    own_ns[of_several["done"].to_numpy()] = 0
+    rank_of = graph.frame["rank"]
+
+    def own_part(waiting: Ints, awaited: Ints) -> Ints:
+        """Return the part of the waiting node's rank where a node waits for one of the collectives."""
+        waits = np.flatnonzero((waiting < graph.count) & (awaited >= graph.count))
+        pairs = pl.DataFrame({"rank": rank_of[waiting[waits]], "done": awaited[waits]})
+        parts = pairs.join(of_several, on=["rank", "done"], how="left", maintain_order="left")["at"]
+        moved = awaited.copy()
+        moved[waits] = parts.fill_null(pairs["done"]).to_numpy()
+        return moved
+
+    nodes = np.arange(len(graph.chain))
+    awaited = own_part(graph.edges.waiting, graph.edges.awaited)
+    return replace(
+        graph,
+        own_ns=own_ns,
+        chain=own_part(nodes, graph.chain),
+        launch=own_part(nodes, graph.launch),
+        edges=replace(graph.edges, awaited=awaited),
+    )
 
 
 def with_balanced_experts(graph: Graph) -> Graph:

@@ -11,7 +11,7 @@ from tracekit.model.memoize import memoize
 from tracekit.model.sweep_line import Flags, Ints
 from tracekit.replay.graph.causes.cause import Cause, Kind, Pricing
 from tracekit.replay.graph.dependency_graph import RELEASE, Graph, InsufficientDataError, replace_unequal
-from tracekit.replay.graph.nodes import GAP_COLUMNS, HOST, WORK
+from tracekit.replay.graph.nodes import GAP_COLUMNS, HOST, STEP_END, WORK
 
 _SHORT_RATIO = 0.1
 _MIN_OTHERS = 2
@@ -301,7 +301,8 @@ def _recurring(graph: Graph, python_ns: Ints) -> Ints:
 
     On a CPU run the host shares its cores with other processes: a pause that occurs once is not due to training. What
     the host does before the first op of the first step is not known: if the other steps pause there, it pauses for as
-    long as their median.
+    long as their median. A pause at the end of the last step is before the first op of one that is not recorded; of
+    the pauses at this place, the first step's has the rest.
     """
     place = ["rank", "phase", "kind", "name", "nth"]
     in_steps = graph.frame.select("rank", "step", "start_ns", "end_ns").drop_nulls("step")
@@ -312,18 +313,22 @@ def _recurring(graph: Graph, python_ns: Ints) -> Ints:
     )
     nth = pl.int_range(pl.len()).over("rank", "step", "phase", "kind", "name").alias("nth")
     rows = graph.frame.select("at", "rank", "step", *place[1:4], nth, pause_ns=pl.Series(python_ns))
+    begins = rows.filter(pl.Series(_begin_window(graph)))
+    first_place = begins.select("step", *place).unique("rank", keep="first", maintain_order=True)
+    last_pauses = rows.filter(kind=STEP_END).select("at", "rank", "pause_ns").join(first_place, on="rank")
+    rows = pl.concat([rows.filter(pl.col("kind").ne_missing(STEP_END)), last_pauses.select(rows.columns)])
     longest_ns = pl.col("pause_ns").max().over("rank", "step", "phase", "kind", "name")
     is_long = (longest_ns >= recurring_pauses.PAUSE_NS) & (pl.col("pause_ns") >= recurring_pauses.LOOP_PAUSE_NS)
     long = rows.filter(pl.col("step").is_not_null(), is_long).join(steps, on="rank")
     recurring = recurring_pauses.recurring(long, place, pl.col("step").min().over(place) > pl.col("first_step"))
     late = np.zeros(graph.count, np.int64)
     late[recurring["at"].to_numpy()] = recurring["pause_ns"].to_numpy()
-    begins = rows.filter(pl.Series(_begin_window(graph)), ~pl.col("at").is_in(recurring["at"].implode())).drop(
-        "pause_ns"
-    )
+    begins = begins.filter(~pl.col("at").is_in(recurring["at"].implode())).drop("pause_ns")
     medians = recurring.group_by(place).agg(pl.col("pause_ns").quantile(0.5, "lower").cast(pl.Int64))
-    unseen = begins.join(medians, on=place, nulls_equal=True)
-    late[unseen["at"].to_numpy()] = unseen["pause_ns"].to_numpy()
+    unseen = begins.join(medians, on=place, nulls_equal=True).join(
+        last_pauses.select("rank", last_ns="pause_ns"), on="rank", how="left"
+    )
+    late[unseen["at"].to_numpy()] = (unseen["pause_ns"] - unseen["last_ns"].fill_null(0)).clip(0).to_numpy()
     return late
 
 
