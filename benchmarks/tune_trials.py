@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.names and name not in options.names:
             continue
         limits = ("--budget", options.budget, "--pairs", options.pairs)
-        result = tuned(configuration, options.out / name.replace(" ", "-").replace(",", ""), limits)
+        result = tune_report(configuration, options.out / name.replace(" ", "-").replace(",", ""), limits)
         is_complete &= result is not None
         for row in rows(name, configuration, result):
             print(row, flush=True)
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(not is_complete)
 
 
-def tuned(configuration: Configuration, folder: Path, limits: Sequence[str]) -> dict[str, Any] | None:
+def tune_report(configuration: Configuration, folder: Path, limits: Sequence[str]) -> dict[str, Any] | None:
     """What `tracekit tune` reports of a configuration; None where recording or tuning failed."""
     words = [sys.executable, "-m", "instrumented_trainers", *shlex.split(f"{_RANKS} {configuration.options}")]
     variables = dict(word.split("=") for word in configuration.variables.split())

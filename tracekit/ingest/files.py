@@ -269,7 +269,7 @@ def _has_logs(root: str, folders: Folders) -> bool:
     return False
 
 
-def _sorted(root: str) -> list[Path]:
+def _entries_by_name(root: str) -> list[Path]:
     """What lies directly in a folder, by name; nothing if it is none."""
     return sorted(Path(root).iterdir()) if Path(root).is_dir() else []
 
@@ -283,10 +283,10 @@ def _why_none(root: str) -> str:
         return f"no trace file matches it ({_patterns()})"
     if Path(root).is_dir() and not os.access(root, os.R_OK | os.X_OK):
         return "no permission to read this folder"
-    snapshots = [file for file in _sorted(root) if file.name.endswith(conventions.SNAPSHOT_SUFFIXES)]
+    snapshots = [file for file in _entries_by_name(root) if file.name.endswith(conventions.SNAPSHOT_SUFFIXES)]
     if snapshots:
         return f"no trace files in this folder, but a memory snapshot: tracekit memory {snapshots[0]}"
-    if any(file.name.endswith(conventions.HANG_SUFFIX) for file in _sorted(root)):
+    if any(file.name.endswith(conventions.HANG_SUFFIX) for file in _entries_by_name(root)):
         return f"no trace files in this folder, but dumps of a hang: tracekit hang {root}"
     return f"no trace files ({_patterns()}) in this folder"
 

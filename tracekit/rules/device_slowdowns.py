@@ -132,7 +132,7 @@ class DeviceStall(Rule):
         is_gap, is_recurring = pl.col("kind") == device_stalls.GAP, pl.col("is_recurring")
         recurring = _worst_device(run, stalls.filter(is_recurring, ~is_gap), self.min_stall_ratio)
         if recurring is not None:
-            yield self._stopped(recurring)
+            yield self._stops_of_device(recurring)
         gaps = _worst_device(run, stalls.filter(is_gap), self.min_gap_ratio)
         if gaps is not None:
             yield self._late_starts(gaps)
@@ -140,7 +140,7 @@ class DeviceStall(Rule):
         if unknown is not None:
             yield self._unexplained_finding(unknown)
 
-    def _stopped(self, loss: _Loss) -> Finding:
+    def _stops_of_device(self, loss: _Loss) -> Finding:
         of_kind = {kind: loss.stalls.filter(pl.col("kind") == kind).height for kind in device_stalls.KINDS}
         return _finding(
             self.code,

@@ -198,7 +198,7 @@ def read(file: BinaryIO, reader: Reader, path: str) -> tuple[Report, Mapping[str
         content = json.loads(archive.read(_REPORT))
         data_quality = _table(archive, _DATA_QUALITY)
         evidence = [_table(archive, f"evidence{number}.arrow") for number in range(len(content["findings"]))]
-    new_name = partial(_renamed, written=content["path"], now=path)
+    new_name = partial(_path_in_run, written=content["path"], now=path)
     sources = [(rank, window, new_name(file), size) for rank, window, file, size in content["sources"]]
     names = {file: new_name(file) for file in data_quality["path"].drop_nulls().unique() if new_name(file) != file}
     run = Run(
@@ -229,7 +229,7 @@ def read_fact(number: int, file: BinaryIO) -> pl.DataFrame:
         return _table(archive, _FACT.format(number))
 
 
-def _renamed(path: str, written: str, now: str) -> str:
+def _path_in_run(path: str, written: str, now: str) -> str:
     """Path of a file of the run `now`, whose path was `written` in another way when it was checked."""
     if written == now or not PurePath(path).is_relative_to(written):
         return path

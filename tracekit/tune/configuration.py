@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from tracekit.tune.changes.change import ON, TRAINERS, Change, filled
+from tracekit.tune.changes.change import ON, TRAINERS, Change, fill_template
 
 
 class Way(StrEnum):
@@ -83,18 +83,18 @@ class Configuration:
     def setting(self, change: Change, value: str, *, is_of_trainers: bool) -> Setting:
         """How a change applies: by options of our trainers, the user's arguments, a variable, a patch, else by hand."""
         if is_of_trainers and change.option:
-            return Setting(change, value, Way.OPTION, filled(change.option, value))
+            return Setting(change, value, Way.OPTION, fill_template(change.option, value))
         if change.key in self.arguments:
-            return Setting(change, value, Way.ARGUMENT, filled(self.arguments[change.key], value))
+            return Setting(change, value, Way.ARGUMENT, fill_template(self.arguments[change.key], value))
         if change.variable:
             return Setting(change, value, Way.VARIABLE, self._variable(change, value))
         if change.keyword is not None:
-            text = f"{change.keyword.functions[0]}(…, {filled(change.keyword.text, value)})"
+            text = f"{change.keyword.functions[0]}(…, {fill_template(change.keyword.text, value)})"
             return Setting(change, value, Way.PATCH, text)
         return Setting(change, value, Way.HAND, "")
 
     def _variable(self, change: Change, value: str) -> str:
-        name, _, text = filled(change.variable, value).partition("=")
+        name, _, text = fill_template(change.variable, value).partition("=")
         current = self.variables.get(name) or os.environ.get(name)
         is_joined = change.joins_variable and current
         return f"{name}={current},{text}" if is_joined else f"{name}={text}"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tracekit.conventions import regular_files
-from tracekit.tune.changes.change import CallKeyword, filled
+from tracekit.tune.changes.change import CallKeyword, fill_template
 
 _MAX_BYTES = 1 << 20
 
@@ -31,7 +31,7 @@ def _diff(script: str, keyword: CallKeyword, value: str) -> str:
         return ""
     lines = source.splitlines(keepends=True)
     for call in sorted(calls, key=lambda call: (call.end_lineno or 0, call.end_col_offset or 0), reverse=True):
-        _add_keyword(lines, call, filled(keyword.text, value))
+        _add_keyword(lines, call, fill_template(keyword.text, value))
     before = source.splitlines(keepends=True)
     name = script.lstrip("/")
     return "".join(difflib.unified_diff(before, lines, f"a/{name}", f"b/{name}"))

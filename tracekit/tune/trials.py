@@ -258,8 +258,8 @@ class Tuner:
         """The trial with the verdict of the test, once there are enough recordings."""
         if len(trial.candidate) < min(MIN_PAIRS, self._limits.max_pairs):
             return trial
-        reference = self._loaded(trial.reference, is_candidate=False)
-        candidate = self._loaded(trial.candidate, is_candidate=True)
+        reference = self._load_runs(trial.reference, is_candidate=False)
+        candidate = self._load_runs(trial.candidate, is_candidate=True)
         try:
             # A change may be one of the model's description, such as its recomputed layers: it is the same training.
             compared = comparison.compare(
@@ -281,7 +281,7 @@ class Tuner:
             outcome = Outcome.OTHER_NUMBERS
         return replace(trial, outcome=outcome, change=change, note=note)
 
-    def _loaded(self, recordings: Iterable[Recording], *, is_candidate: bool) -> list[Run]:
+    def _load_runs(self, recordings: Iterable[Recording], *, is_candidate: bool) -> list[Run]:
         """The runs of recordings. Raises _CandidateFailedError or InputError, by the side, where one is no run."""
         try:
             return [self._load(str(entry.folder)) for entry in recordings]

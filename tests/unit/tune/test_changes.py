@@ -13,7 +13,7 @@ from tracekit.model.run import Run
 from tracekit.replay.graph import causes
 from tracekit.rules.registry import all_rules
 from tracekit.tune import changes
-from tracekit.tune.changes.change import Change, Risk, TunedRun, filled
+from tracekit.tune.changes.change import Change, Risk, TunedRun, fill_template
 
 SAMPLES = ROOT / "sample_traces"
 
@@ -62,7 +62,7 @@ def test_options_take_each_risk() -> None:
 
 
 def test_a_value_of_two_numbers_fills_both() -> None:
-    assert filled("a={value} b={first} c={second}", "4/8") == "a=4/8 b=4 c=8"
+    assert fill_template("a={value} b={first} c={second}", "4/8") == "a=4/8 b=4 c=8"
 
 
 def test_a_run_without_a_manifest_has_the_strategy_of_its_wrapper(fsdp2: Run) -> None:

@@ -129,10 +129,10 @@ class CallKeyword:
         return tuple(part.partition("=")[0].strip() for part in self.text.split(","))
 
 
-def filled(template: str, value: str) -> str:
+def fill_template(template: str, value: str) -> str:
     """A template with a value in place of {value}, or its parts in place of {first} and {second}.
 
-    >>> filled("--micro-batches {first} --batch {second}", "4/8")
+    >>> fill_template("--micro-batches {first} --batch {second}", "4/8")
     '--micro-batches 4 --batch 8'
     """
     first, _, second = value.partition("/")

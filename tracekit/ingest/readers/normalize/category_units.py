@@ -53,8 +53,10 @@ def in_one_unit(host: pl.DataFrame, device: pl.DataFrame) -> tuple[pl.DataFrame,
     times_in_us = host_start_ns[host_start_ns < numbers.MOST_NS]
     # The host has several kinds, which show by each other which of them is wrong, and the device's work lies at theirs.
     in_ns_only = (host_start_ns >= numbers.MOST_NS).all()
-    host, host_units = _converted(host, HOST_KINDS, host_start_ns, device_start_ns if in_ns_only else host_start_ns[:0])
-    device, device_units = _converted(device, DEVICE_KINDS, device_start_ns, times_in_us)
+    host, host_units = _in_microseconds(
+        host, HOST_KINDS, host_start_ns, device_start_ns if in_ns_only else host_start_ns[:0]
+    )
+    device, device_units = _in_microseconds(device, DEVICE_KINDS, device_start_ns, times_in_us)
     units = host_units | device_units
     if not units:
         return host, device, ()
@@ -65,7 +67,7 @@ def in_one_unit(host: pl.DataFrame, device: pl.DataFrame) -> tuple[pl.DataFrame,
     return host, device, (issue,)
 
 
-def _converted(
+def _in_microseconds(
     frame: pl.DataFrame, kinds: tuple[str, ...], start_ns: Ints, reference_ns: Ints
 ) -> tuple[pl.DataFrame, dict[str, tuple[str, int]]]:
     """A frame with the times of each kind in µs, and the unit and number of the rows of each kind that was converted.

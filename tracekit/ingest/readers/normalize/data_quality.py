@@ -157,7 +157,7 @@ def _sampled_ops(events: Events) -> Iterator[Row]:
     neither shows it, ops may be missing.
     """
     is_op = pl.col("kind").is_in([HOST_KINDS.index("cpu_op"), HOST_KINDS.index("annotation")])
-    numbered = _numbered(events.host.filter(is_op), "external_id")
+    numbered = _slices_with_numbers(events.host.filter(is_op), "external_id")
     if numbered.is_empty():
         yield from _sampled_calls(events)
         return
@@ -170,7 +170,7 @@ def _sampled_ops(events: Events) -> Iterator[Row]:
 
 
 def _sampled_calls(events: Events) -> Iterator[Row]:
-    numbered = _numbered(events.host.filter(pl.col("kind") == HOST_KINDS.index("runtime")), "correlation")
+    numbered = _slices_with_numbers(events.host.filter(pl.col("kind") == HOST_KINDS.index("runtime")), "correlation")
     numbers = numbered["number"].unique()
     call_count = consecutive_numbers.given_count(numbered) if len(numbers) >= _LEAST_CALLS else 0
     op_count = events.host.filter(pl.col("kind") == HOST_KINDS.index("cpu_op")).height
@@ -184,7 +184,7 @@ def _sampled_calls(events: Events) -> Iterator[Row]:
         yield "unnumbered_ops", f"{op_count:,} ops have no numbers, which would show whether others are missing.", 0.0
 
 
-def _numbered(slices: pl.DataFrame, column: str) -> pl.DataFrame:
+def _slices_with_numbers(slices: pl.DataFrame, column: str) -> pl.DataFrame:
     """Slices with a number, which profilers count from 1: columns number, source and start_ns."""
     numbered = slices.filter(pl.col(column) > 0)
     return numbered.select(pl.col(column).alias("number"), pl.struct("lane", "kind").alias("source"), "start_ns")
