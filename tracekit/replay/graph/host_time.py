@@ -251,7 +251,7 @@ def _end_of_last_step(trace: Trace, calls: pl.DataFrame) -> pl.DataFrame:
     """
     step = trace_columns.windows(trace).drop_nulls("step").sort("end_ns").tail(1)
     done_ns = (trace.activities["start_ns"] + trace.activities["dur_ns"]).max()
-    return step.filter(pl.col("end_ns") > done_ns).select(
+    return step.filter(pl.col("end_ns") > pl.lit(done_ns, pl.Int64)).select(
         "step",
         "end_ns",
         start_ns="end_ns",
