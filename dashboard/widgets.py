@@ -403,19 +403,20 @@ def segments(label: str, name: str, options: Sequence[str] | Mapping[str, str]) 
 def chart(figure: go.Figure, *, key: str, download: bool = True, **options: Any) -> Any:
     """Show a figure in the page's own colours, by default with a download; return the event of st.plotly_chart."""
     charts.with_title(figure, sharing.figure_title())
-    original = go.Figure(figure)
-    sharing.figure(original, key=key)
-    ink = "#e6eaf0" if st.context.theme.type == "dark" else "#1b2330"
+    sharing.figure(figure, key=key)
     # A font of the system: in an image, that of the page is not there, and another one may not fit the margins.
-    figure.update_layout(font={"color": ink, "family": "Arial, sans-serif", "size": 13})
+    ink = "#e6eaf0" if st.context.theme.type == "dark" else "#1b2330"
+    figure.update_layout(font={"color": ink, "family": "Arial, sans-serif"})
     # Larger than on the page, so that its text can be read in a document.
     image = {"toImageButtonOptions": {"filename": downloads.name_of(key), "scale": 2}}
     config = {**charts.CONFIG, **options.pop("config", {}), **image}
     # Known to the page before Plotly draws, so that what is below does not move then.
     height = figure.layout.height or "content"
     event = st.plotly_chart(figure, theme=None, key=key, config=config, height=height, **options)
+    # What is shared and downloaded fits any page. A copy of the figure would take longer than to draw it.
+    figure.update_layout(font={"color": None, "family": None})
     if download:
-        downloads.figure(original, key=key)
+        downloads.figure(figure, key=key)
     return event
 
 

@@ -61,7 +61,7 @@ def test_a_figure_has_a_row_per_rank_and_names_the_awaited_rank():
     assert list(figure.layout.yaxis.ticktext) == ["rank 0", "rank 1"]
     waits = next(bar for bar in figure.data if bar.name == "waiting for a late rank")
     assert set(waits.y) == {0}
-    assert all("rank 1 arrives last" in words for (words,) in waits.customdata)
+    assert all("rank 1 arrives last" in words for words in waits.hovertext)
     assert sum(waits.x) == pytest.approx(12 * 3 * drawn_hosts.UNIT_NS / 1e6)
 
 

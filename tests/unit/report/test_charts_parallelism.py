@@ -35,8 +35,8 @@ def test_a_step_shows_each_action_with_its_micro_batch_and_the_bubbles_between()
 def test_stages_are_compared_by_their_forwards_backwards_and_bubbles():
     run = drawn_pipelines.run(PIPELINE, scale_ns=1_000_000)
     figure = charts.stage_balance(run.table(pipeline_bubbles.pipeline_bubbles))
-    assert {trace.name: trace.x for trace in figure.data} == {
-        "forward": (2, 2), "backward": (4, 4), "bubble": (2, 2),
+    assert {trace.name: trace.x.tolist() for trace in figure.data} == {
+        "forward": [2, 2], "backward": [4, 4], "bubble": [2, 2],
     }  # fmt: skip
     assert figure.layout.yaxis.ticktext == ("stage 0", "stage 1")
 

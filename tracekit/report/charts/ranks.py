@@ -67,12 +67,12 @@ def rank_activity(
             figure,
             spans["y"],
             (spans["dur_ns"] / 1e6).round(6),
-            base=((spans["start_ns"] - origin_ns) / 1e6).round(6).to_list(),
+            base=((spans["start_ns"] - origin_ns) / 1e6).round(6),
             width=0.8,
             name=label,
             colour=style.COLOURS[kind],
-            customdata=[[_hover(row, label)] for row in spans.iter_rows(named=True)],
-            hover="%{customdata[0]}",
+            hovertext=[_hover(row, label) for row in spans.iter_rows(named=True)],
+            hover="%{hovertext}",
         )
     several = rows["rank"].is_duplicated().any()
     devices = [f" gpu {device}" if several else "" for device in rows["device"]]

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import plotly.graph_objects as go
 
 from tracekit.model import escaping
@@ -117,13 +118,22 @@ def empty() -> go.Figure:
 
 
 def add_bars(
-    figure: go.Figure, rows: Iterable[object], lengths: Iterable[float], *, colour: str, hover: str, **options: Any
+    figure: go.Figure,
+    rows: npt.ArrayLike,
+    lengths: npt.ArrayLike,
+    *,
+    colour: str,
+    hover: str,
+    base: npt.ArrayLike | None = None,
+    **options: Any,
 ) -> None:
     """Add horizontal bars, one in each of `rows`; `hover` is the template of their hovers."""
+    # Plotly checks arrays as a whole, and lists value by value.
     figure.add_bar(
         orientation="h",
-        y=list(rows),
-        x=list(lengths),
+        y=np.asarray(rows),
+        x=np.asarray(lengths),
+        base=None if base is None else np.asarray(base),
         marker={"color": colour, "line": {"width": 0}},
         hovertemplate=f"{hover}<extra></extra>",
         **options,
@@ -159,8 +169,8 @@ def scale_times(figure: go.Figure, axis: str = "x") -> None:
 
     >>> figure = go.Figure(go.Bar(x=[1500, 300], y=["a", "b"], orientation="h"))
     >>> scale_times(figure)
-    >>> figure.data[0].x, figure.layout.xaxis.ticksuffix
-    ((1.5, 0.3), ' s')
+    >>> figure.data[0].x.tolist(), figure.layout.xaxis.ticksuffix
+    ([1.5, 0.3], ' s')
     """
     axis_range = figure.layout[f"{axis}axis"].range
     factor, unit = time_unit(max(map(abs, axis_range)) if axis_range else _last_ms(figure, axis))
@@ -168,7 +178,7 @@ def scale_times(figure: go.Figure, axis: str = "x") -> None:
         element[axis] = _scale(element[axis], factor)
         if "base" in element and element.base is not None:
             element.base = _scale(element.base, factor)
-    axis_range = {"range": _scale(axis_range, factor)} if axis_range else {}
+    axis_range = {"range": list(_scale(axis_range, factor))} if axis_range else {}
     figure.update_layout({f"{axis}axis": {"ticksuffix": f" {unit}"} | axis_range})
 
 
@@ -197,7 +207,7 @@ def _last_ms(figure: go.Figure, axis: str) -> float:
 def _scale(values: Any, factor: float) -> Any:
     if isinstance(values, int | float):
         return round(values * factor, 9)
-    return [None if value is None else round(float(value) * factor, 9) for value in values]
+    return np.round(np.array(values, float) * factor, 9)
 
 
 def label_all_rows(figure: go.Figure, names: Sequence[str], *, max_characters: int = 40) -> None:
