@@ -1,5 +1,6 @@
 """Distance of calls from the roofline, and the figure of it."""
 
+import itertools
 import math
 from pathlib import Path
 
@@ -149,6 +150,18 @@ def test_calls_are_drawn_at_their_intensity_and_rate_below_the_roofs():
     assert all(roof.y[0] == pytest.approx(3.35e12 * roof.x[0]) for roof in roofs)
     low, high = (10**each for each in figure.layout.xaxis.range)
     assert low < 0.25 < 4096 / 3 < high
+
+
+def test_names_of_close_roofs_do_not_overlap():
+    # So slow that many powers of ten are drawn: peaks a factor of two apart are less than a name apart.
+    made = run(Kernel("aten::mm", 3_000_000_000, [[64, 64], [64, 64]], BF16), device=H100)
+    layout = charts.roofline(ops.rooflines(made), made.table(ops.roofs)).layout
+    power_px = (layout.height - layout.margin.t - 60) / (layout.yaxis.range[1] - layout.yaxis.range[0])
+    names = [each for each in layout.annotations if each.xref == "paper"]
+    assert [each.text for each in names] == ["fp32/fp64", "tf32", "bf16/fp16", "fp8/int8"]
+    heights_px = [power_px * each.y + each.yshift for each in names]
+    assert all(upper - lower >= names[0].font.size for lower, upper in itertools.pairwise(heights_px))
+    assert names[0].yshift == 0  # no name is close below it
 
 
 def test_names_from_traces_are_escaped_in_the_figure():

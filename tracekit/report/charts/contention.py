@@ -1,7 +1,7 @@
 """Work against what the device allows: rooflines, and slowdowns by concurrent work."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import plotly.graph_objects as go
 import polars as pl
@@ -29,6 +29,10 @@ WITHOUT_PRODUCTS = 0.25
 _MARKERS = {True: ("products", style.COLOURS["compute"], "circle"), False: ("without products", "#E69F00", "diamond")}
 _SIZES = (7.0, 26.0)
 _HEIGHT_PX = 560
+_PLOT_PX = 440
+"""Height of the plot itself: without the legend above it and the labels of the axis below it."""
+_NAMES_PX, _NAME_FONT_PX = 72, 11
+"""Width of the names of roofs, which stand to the right of the plot, and the size of their font."""
 
 
 def slowdowns(pairs: pl.DataFrame) -> go.Figure:
@@ -158,9 +162,12 @@ def roofline(rows: pl.DataFrame, roofs: pl.DataFrame) -> go.Figure:
     longest = rows.sort("work_ns", descending=True).filter(before_ns <= MOST_TIME * pl.col("work_ns").sum())
     points = longest.with_columns(_places())
     ends = _ends(points["x"].to_list(), roofs["flops_per_s"].to_list(), bandwidth)
+    rates = style.log_axis([*points["y"].to_list(), *roofs["flops_per_s"]], _rate)
+    names = roofs.group_by("flops_per_s").agg(pl.col("dtype").sort().str.join("/")).sort("flops_per_s")
     figure = go.Figure()
-    for (peak,), types in roofs.sort("flops_per_s").group_by("flops_per_s", maintain_order=True):
-        _add_roof(figure, "/".join(types["dtype"].sort()), float(str(peak)), bandwidth, ends)
+    for peak, name in names.iter_rows():
+        _add_roof(figure, name, peak, bandwidth, ends)
+    _name_roofs(figure, dict(names.iter_rows()), rates["range"])
     place = 1.0 if ends[0] < 1 < ends[1] else ends[0] * 2
     figure.add_annotation(
         x=math.log10(place), y=math.log10(place * bandwidth), text=f"memory {units.rate(bandwidth)}",
@@ -170,9 +177,8 @@ def roofline(rows: pl.DataFrame, roofs: pl.DataFrame) -> go.Figure:
     for has_products, calls in points.group_by(pl.col("flops_per_byte").is_not_null(), maintain_order=True):
         _add_calls(figure, calls, longest_ns, has_products=bool(has_products[0]))
     figure.update_xaxes(title="operations per byte", type="log", range=[math.log10(end) for end in ends], dtick=1)
-    rates = [*points["y"].to_list(), float(roofs["flops_per_s"].max())]  # type: ignore[arg-type]
-    figure.update_yaxes(title="FLOP/s", **style.log_axis(rates, _rate))
-    return style.with_style(figure, height_px=_HEIGHT_PX)
+    figure.update_yaxes(title="FLOP/s", **rates)
+    return style.with_style(figure, height_px=_HEIGHT_PX).update_layout(margin={"r": _NAMES_PX})
 
 
 def _marker_offset(number: int, count: int) -> float:
@@ -228,15 +234,20 @@ def _add_roof(figure: go.Figure, label: str, peak: float, bandwidth: float, ends
         showlegend=False,
         hovertemplate=f"{label}: {_rate(peak)}; memory {units.rate(bandwidth)}<extra></extra>",
     )
-    figure.add_annotation(
-        x=math.log10(ends[1]),
-        y=math.log10(peak),
-        text=label,
-        showarrow=False,
-        xanchor="right",
-        yanchor="bottom",
-        font={"size": 11},
-    )
+
+
+def _name_roofs(figure: go.Figure, names: Mapping[float, str], powers: Sequence[float]) -> None:
+    """Write names of roofs, the lowest first, to the right of their ends: those of close roofs above one another."""
+    power_px = _PLOT_PX / (powers[1] - powers[0])
+    free_px = -math.inf
+    for peak, name in names.items():
+        roof_px = power_px * math.log10(peak)
+        name_px = max(roof_px, free_px)
+        figure.add_annotation(
+            x=1, xref="paper", xanchor="left", xshift=5, y=math.log10(peak), yshift=name_px - roof_px, text=name,
+            showarrow=False, font={"size": _NAME_FONT_PX},
+        )  # fmt: skip
+        free_px = name_px + _NAME_FONT_PX + 3
 
 
 def _add_calls(figure: go.Figure, calls: pl.DataFrame, longest_ns: float, *, has_products: bool) -> None:
