@@ -231,15 +231,17 @@ def frame(
     shared_rows: int = sharing.MAX_ROWS,
     **options: Any,
 ) -> Any:
-    """Show a table with its numbers in readable units; it can be sorted and searched.
+    """Show the columns of a table that have a value, with numbers in readable units; it can be sorted and searched.
 
     With a `key`, the table, or `full` of which it is a part, can be downloaded below it in its original units. With a
     `selection`, a row can be selected: the state of that name has its number. A shared page has the first
     `shared_rows`. `labels` are the headings of columns whose names do not say enough. Long names of kernels have their
     short form, and their full name in the last column. `options` are those of st.dataframe; its event is returned.
     """
-    original, table = table, _with_short_names(table)
-    sharing.table(original, shared_rows)
+    original = table
+    table = table.select(column for column in table if column.null_count() < table.height or table.is_empty())
+    sharing.table(table, shared_rows)
+    table = _with_short_names(table)
     if selection is not None:
         options |= {"on_select": "rerun", "selection_mode": "single-row"}
     scaled: list[pl.Series] = []
@@ -283,11 +285,6 @@ def _with_short_names(table: pl.DataFrame) -> pl.DataFrame:
     short = pl.Series("name", [None if name is None else forms[name] for name in names], pl.String)
     full = pl.Series(FULL_NAME, [None if forms.get(name) == name else name for name in names], pl.String)
     return table.with_columns(short, full)
-
-
-def drop_empty(table: pl.DataFrame) -> pl.DataFrame:
-    """Return a table without the columns that have no value."""
-    return table.select(column for column in table if column.null_count() < table.height)
 
 
 def time_unit(longest_ns: float) -> tuple[float, str]:

@@ -83,7 +83,7 @@ def _show_modules(run: OpenRun, place: DeltaGenerator) -> None:
     table = table.with_columns(pl.col("module").fill_null(tables.OUTSIDE_MODULES))
     ordered = table.sort(f"total_{measure}", "module", descending=[True, False], nulls_last=True)
     display = ordered.select("module", "calls", *totals, measure)
-    widgets.frame(widgets.drop_empty(display), key="modules", labels={measure: f"own {escaping.heading(measure)}"})
+    widgets.frame(display, key="modules", labels={measure: f"own {escaping.heading(measure)}"})
 
 
 def _show_stacks(run: OpenRun, place: DeltaGenerator) -> None:
@@ -153,12 +153,13 @@ def _search(table: pl.DataFrame, by: tuple[str, ...], text: str) -> pl.DataFrame
 
 def _show_rows(rows: pl.DataFrame, by: tuple[str, ...], level: str) -> None:
     measure = "total_ns" if level == KERNELS else "self_ns"
-    present = [name for name in rows.columns if rows[name].null_count() < rows.height or name in by]
-    widgets.caption(_about(rows.select(present), level))
+    widgets.caption(_about(rows, level))
     widgets.chart(charts.top_bars(rows, by, measure=measure), key="kernels-top")
     first = [*by, "time_ratio", "self_ratio", measure, "total_ns", "count", "delay_p50_ns", "delay_p95_ns"]
     # The figure shows the kind, by its colour.
-    ordered = sorted(present, key=lambda name: first.index(name) if name in first else len(first) + (name == "kind"))
+    ordered = sorted(
+        rows.columns, key=lambda name: first.index(name) if name in first else len(first) + (name == "kind")
+    )
     widths = {
         name: st.column_config.Column(LABELS.get(name, name), width=widgets.MAX_NAME_PX) for name in by if name in WIDE
     }
@@ -178,7 +179,7 @@ def _about(rows: pl.DataFrame, level: str) -> str:
     )
     return (
         count
-        + (delay if "delay_p50_ns" in rows.columns else "")
+        + (delay if rows["delay_p50_ns"].count() else "")
         + "*Time share* is of the device time of all ranks, idle time included. *Spread* is the difference between "
         "the ranks with most and least time, over the mean."
     )

@@ -126,7 +126,7 @@ def _show_trace(run: OpenRun, *, has_snapshots: bool) -> None:
     widgets.chart(charts.memory_over_time(parts["over_time"].filter(owner_kind=by)), key="memory_held")
     widgets.subheader("Allocated at the peak")
     at_peak = parts["at_peak"].drop("device", "at_ns", "peak_bytes")
-    widgets.frame(widgets.drop_empty(at_peak), key="memory-at-peak")
+    widgets.frame(at_peak, key="memory-at-peak")
     _lifetimes(parts["lifetimes"])
     widgets.subheader("Allocations of each step")
     widgets.caption("Churn is what a step allocates in all, as a share of its peak: freed memory is allocated again.")
@@ -151,7 +151,7 @@ def _show_snapshot(entry: RunEntry, file: SnapshotFile) -> None:
         if rows.height:
             widgets.subheader(title)
             display = rows.drop("device", "at_ns", "peak_bytes", strict=False)
-            widgets.frame(widgets.drop_empty(display), key=f"snapshot-{title}", labels=_OOM_LABELS)
+            widgets.frame(display, key=f"snapshot-{title}", labels=_OOM_LABELS)
     if parts["over_time"].height:
         widgets.subheader("Allocated over time")
         widgets.chart(charts.memory_over_time(parts["over_time"]), key="snapshot_held")

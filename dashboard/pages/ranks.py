@@ -68,7 +68,7 @@ def show_waits(run: OpenRun) -> None:
         "then the other ranks wait. Overlapped communication is drawn as compute."
     )
     widgets.subheader("Time of this part by rank, and the ranks it waits for")
-    totals = widgets.drop_empty(tables.rank_totals(rows, part))
+    totals = tables.rank_totals(rows, part)
     display = most_awaited(totals)
     waits = [name for name in display.columns if name.startswith(WAITING_FOR)]
     labels = {name: f"waiting for rank {name.removeprefix(WAITING_FOR).removesuffix('_ns')}" for name in waits}
@@ -267,8 +267,8 @@ def _collectives(run: OpenRun, kinds: pl.DataFrame) -> None:
     widgets.caption("Sums over ranks and steps by collective, group and size; bandwidths are medians.")
     rows = _with_axes(run, kinds.drop("is_whole"))
     last = ("algorithm_bytes_per_s", "bus_bytes_per_s")
-    display = widgets.drop_empty(rows.select(pl.exclude(*last, "dtype"), "dtype", *last))
-    widgets.frame(display, key="collectives", labels={"p50_ns": "median", "bytes": "size", "waited_ns": "waiting"})
+    ordered = rows.select(pl.exclude(*last, "dtype"), "dtype", *last)
+    widgets.frame(ordered, key="collectives", labels={"p50_ns": "median", "bytes": "size", "waited_ns": "waiting"})
     by_rank = run.table(tables.COLLECTIVES_BY_RANK)
     if by_rank.height:
         with st.expander("By rank: waiting time and last arrivals"):

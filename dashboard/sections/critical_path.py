@@ -54,9 +54,8 @@ def show(run: OpenRun, path: CriticalPath) -> None:
 
 def _owners(rows: pl.DataFrame, *, key: str) -> None:
     """List owners with their numbers next to their names, also in a narrow window."""
-    display = widgets.drop_empty(rows.head(_MOST_ROWS))
-    first = [name for name in _FIRST if name in display.columns]
-    widgets.frame(display.select(*first, pl.exclude(first)), key=key)
+    first = [name for name in _FIRST if name in rows.columns]
+    widgets.frame(rows.head(_MOST_ROWS).select(*first, pl.exclude(first)), key=key)
 
 
 def _numbers(path: CriticalPath) -> None:

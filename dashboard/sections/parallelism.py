@@ -105,7 +105,7 @@ def show_pipeline(run: OpenRun) -> None:
     widgets.caption("A stage with more forward and backward time than the others makes all of them wait.")
     columns = [name for name in step_bubbles.columns if name not in _HIDDEN]
     rows = step_bubbles.rename({"duration_ns": "dur_ns"})
-    moments.table(run.entry, rows, widgets.drop_empty(step_bubbles.select(columns)), key="parallelism-bubbles")
+    moments.table(run.entry, rows, step_bubbles.select(columns), key="parallelism-bubbles")
 
 
 _HIDDEN = ("window", "iteration", "pipeline", "start_ns", "stages", "pipeline_ranks", "ideal_duration_ns", "step")
@@ -149,7 +149,5 @@ def _axes(by_axis: pl.DataFrame) -> None:
     summed = ("communication_ns", "exposed_communication_ns", "bytes", "calls")
     steps = pl.when(pl.col("steps") > 0).then("steps").otherwise(1)
     per_step = by_axis.with_columns(pl.col(summed) / steps).rename({"confidence": "confidence_ratio"})
-    display = widgets.drop_empty(per_step.with_columns(pl.col("calls").round(1)))
-    widgets.frame(
-        display, key="parallelism-axis-table", labels={"confidence_ratio": "confidence", "calls": "calls per step"}
-    )
+    labels = {"confidence_ratio": "confidence", "calls": "calls per step"}
+    widgets.frame(per_step.with_columns(pl.col("calls").round(1)), key="parallelism-axis-table", labels=labels)

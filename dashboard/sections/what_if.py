@@ -184,7 +184,7 @@ def _chosen_causes(run: OpenRun, causes: Sequence[str], price: float | None) -> 
         drawn_ranks = run.result_of(rank_selection.drawn_ranks)
         widgets.chart(charts.savings_by_rank(by_rank, answer.name, drawn_ranks), key="whatif-ranks")
         widgets.note(rank_selection.selection_note(run.run))
-        widgets.frame(widgets.drop_empty(what_if.steps_without(run, tuple(causes))), key="whatif-steps")
+        widgets.frame(what_if.steps_without(run, tuple(causes)), key="whatif-steps")
 
 
 def _numbers(answer: Answer) -> dict[str, str]:
