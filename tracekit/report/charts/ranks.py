@@ -19,7 +19,7 @@ LABELS = {
     rank_timelines.COPY: ("exposed copy", "memcpy"),
 }
 """The legend text of each activity, and the kind of work whose colour it has."""
-MAX_SPANS = 6000
+MAX_SPANS = 4000
 
 OTHERS_LOSE, SLOWER, EXPOSED, WAITED = "lost_ratio", "longer_ratio", "exposed_ratio", "waited_ratio"
 MEASURES = {
