@@ -22,6 +22,8 @@ from tracekit.model import escaping, units
 
 # A local file: Streamlit would fetch icons given by name from a network.
 ICON, _SCRIPT = (Path(__file__).with_name(name) for name in ("icon.svg", "page.js"))
+_PLOTLY = next(Path(st.__file__).parent.glob("static/static/js/PlotlyChart.*.js"), None)
+"""Streamlit's script of figures, which `page.js` loads before a page needs it; None in a version that has no such file."""
 
 # How often a page checks for changes: while a run is being recorded, and otherwise.
 LIVE_REFRESH_S, REFRESH_S = 3.0, 10.0
@@ -76,7 +78,8 @@ def main() -> None:
     with st.sidebar:
         st.html(_menu_notes(listed.values(), runs[0], len(entries)))
         _refresh_page(page, current, entries, selection)
-        st.html(f"<script>{_SCRIPT.read_text(encoding='utf-8')}</script>", unsafe_allow_javascript=True)
+        plotly = f"window.tracekitPlotly ??= './static/js/{_PLOTLY.name}';" if _PLOTLY else ""
+        st.html(f"<script>{plotly}{_SCRIPT.read_text(encoding='utf-8')}</script>", unsafe_allow_javascript=True)
     if unknown and page.needs is not Needs.CATALOG:
         _say_unknown(unknown, entries)
         return

@@ -1,6 +1,7 @@
 // What keyboards and screen readers need and Streamlit lacks: each section of the navigation is a list, the link of the
 // page that is shown is the current one, and a table that scrolls can be reached by Tab. And figures get a button that
-// downloads them as SVG. An empty page is loaded again. Where Streamlit or Plotly changes its markup, nothing happens.
+// downloads them as SVG. An empty page is loaded again, and what draws figures before the first page that has some. Where
+// Streamlit or Plotly changes its markup, nothing happens.
 (() => {
   if (window.tracekitMarked) return;
   window.tracekitMarked = true;
@@ -55,14 +56,19 @@
   // A connection that is lost just as a page begins leaves it empty: Streamlit connects again and waits for a click.
   const EMPTY_MS = 5000;
   let emptySince = null;
-  const reloadEmptyPage = () => {
+  const checkPage = () => {
     const { testScriptState, testConnectionState } = document.querySelector("[data-testid=stApp]")?.dataset ?? {};
     const isIdle = testScriptState === "notRunning" && testConnectionState === "CONNECTED";
     const isEmpty = isIdle && document.querySelector("[data-testid=stMain]")?.innerText.trim() === "";
     emptySince = isEmpty ? emptySince ?? performance.now() : null;
     if (isEmpty && performance.now() - emptySince > EMPTY_MS) location.reload();
+    // Plotly takes most of a second to start: of a page without figures, while it is read, not after the next click.
+    if (isIdle && !isEmpty && window.tracekitPlotly) {
+      import(window.tracekitPlotly).catch(() => {});
+      window.tracekitPlotly = "";
+    }
   };
-  setInterval(reloadEmptyPage, EMPTY_MS / 5);
+  setInterval(checkPage, EMPTY_MS / 5);
   new MutationObserver(markSoon).observe(document.body, { childList: true, subtree: true });
   addEventListener("resize", markSoon);
   mark();

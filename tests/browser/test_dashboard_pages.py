@@ -186,3 +186,16 @@ def test_a_page_that_lost_its_connection_as_it_began_is_loaded_again(new_page, s
     connections[0].close(code=1011)
     page.locator(".tk-title").wait_for()
     assert len(connections) > 2  # it connected again in vain, and was then loaded
+
+
+def test_a_page_without_figures_loads_what_draws_them_once_for_the_next_page(new_page, server):
+    requested = []
+    new_page.on("request", lambda request: requested.append(request.url))
+    with new_page.expect_response(lambda response: "/PlotlyChart." in response.url) as loaded:
+        new_page.goto(f"{server.url}/sql?run={recorded.GOOD}")
+    assert loaded.value.ok
+    expect(new_page.get_by_test_id("stPlotlyChart")).to_have_count(0)
+    turn_to(new_page, "Diagnosis")
+    _visible(new_page, ".js-plotly-plot .barlayer")
+    assert len([url for url in requested if "/PlotlyChart." in url]) == 1
+    assert_clean(new_page)
