@@ -62,7 +62,7 @@ def save_stages(lines: pl.DataFrame) -> go.Figure:
                 figure,
                 bars["place"],
                 bars["dur_ns"] / 1e6,
-                base=(bars["base_ns"] / 1e6).to_list(),
+                base=bars["base_ns"] / 1e6,
                 name=stage,
                 colour=colour,
                 customdata=[

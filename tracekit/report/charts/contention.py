@@ -102,7 +102,7 @@ def concurrent_time(by_phase: pl.DataFrame, kind: str = contention.COMPUTE) -> g
             continue
         style.add_bars(
             figure,
-            map(order.index, sums["phase"]),
+            [order.index(phase) for phase in sums["phase"]],
             sums["overlapped_ns"] / 1e6,
             name=f"during {other}",
             colour=colour,

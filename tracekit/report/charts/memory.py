@@ -160,7 +160,7 @@ def segment_map(table: pl.DataFrame) -> go.Figure:
             figure,
             rows["row"],
             (rows["bytes"] / divisor).round(4),
-            base=(rows["at_bytes"] / divisor).round(4).to_list(),
+            base=(rows["at_bytes"] / divisor).round(4),
             width=0.86,
             name=f"{label}: {units.size(int(table.filter(pl.col('state').is_in(states))['bytes'].sum()))}",
             colour=colour,

@@ -240,7 +240,7 @@ def _add(figure: go.Figure, bars: pl.DataFrame, origin_ns: int, label: str, colo
         figure,
         bars["y"],
         (bars["dur_ns"] / 1e6).round(6),
-        base=((bars["start_ns"] - origin_ns) / 1e6).round(6).to_list(),
+        base=((bars["start_ns"] - origin_ns) / 1e6).round(6),
         width=0.8,
         name=label,
         colour=colour,

@@ -185,7 +185,7 @@ def _draw(figure: go.Figure, bars: pl.DataFrame, *, kind: str) -> None:
         figure,
         bars["y"],
         bars["length_ms"],
-        base=bars["base_ms"].to_list(),
+        base=bars["base_ms"],
         width=0.88,
         name=style.KIND_LABELS.get(kind, kind),
         colour=COLOURS[kind],

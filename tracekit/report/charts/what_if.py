@@ -206,7 +206,7 @@ def memory_by_strategy(plans: Mapping[str, MemoryPlan], *, device_bytes: float |
             continue
         style.add_bars(
             figure,
-            plans,
+            list(plans),
             [size / 2**30 for size in sizes],
             name=name,
             colour=colour,
@@ -271,11 +271,11 @@ def _add(figure: go.Figure, bars: pl.DataFrame, kind: str, colour: str) -> None:
     style.add_bars(
         figure,
         bars["y"],
-        (bars["dur_ns"] / 1e6).to_list(),
+        bars["dur_ns"] / 1e6,
         colour=colour,
         hover=f"rank %{{customdata[0]}} · {kind}<br>%{{customdata[3]}}<br>%{{customdata[4]}}",
         name=style.KIND_LABELS.get(kind, kind),
-        base=(bars["from_ns"] / 1e6).to_list(),
+        base=bars["from_ns"] / 1e6,
         width=0.72,
         customdata=[[*time, label, units.duration(time[2])] for time, label in zip(times, labels, strict=True)],
     )
