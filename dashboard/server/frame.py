@@ -23,7 +23,7 @@ from tracekit.model import escaping, units
 # A local file: Streamlit would fetch icons given by name from a network.
 ICON, _SCRIPT = (Path(__file__).with_name(name) for name in ("icon.svg", "page.js"))
 _PLOTLY = next(Path(st.__file__).parent.glob("static/static/js/PlotlyChart.*.js"), None)
-"""Streamlit's script of figures, which `page.js` loads before a page needs it; None where Streamlit has no such file."""
+"""Streamlit's script of figures, which `page.js` loads before a page needs it; None where there is no such file."""
 
 # How often a page checks for changes: while a run is being recorded, and otherwise.
 LIVE_REFRESH_S, REFRESH_S = 3.0, 10.0

@@ -36,8 +36,7 @@ def breakdown(summary: pl.DataFrame, ranks: Mapping[int, str] | None = None) -> 
     `summary` has the columns of `analysis.breakdown` and rank; window, step and device label the bars where they
     differ. `ranks`, by default all, are those drawn, each with a text for its label.
     """
-    if ranks is not None:
-        summary = summary.filter(pl.col("rank").is_in(list(ranks)))
+    summary = style.of_ranks(summary, ranks)
     labels = zip(_row_labels(summary), summary["rank"], strict=True)
     return _stack_parts(summary, [" · ".join(filter(None, (label, (ranks or {}).get(rank)))) for label, rank in labels])
 
@@ -56,9 +55,7 @@ def comparison(summaries: Mapping[str, pl.DataFrame]) -> go.Figure:
 def step_times(summary: pl.DataFrame, ranks: Mapping[int, str] | None = None) -> go.Figure:
     """Return step time over steps, one line per rank, from a breakdown by step; `ranks` as in `breakdown`."""
     figure = go.Figure()
-    steps = summary.filter(pl.col("step").is_not_null()).sort("rank", "step")
-    if ranks is not None:
-        steps = steps.filter(pl.col("rank").is_in(list(ranks)))
+    steps = style.of_ranks(summary.drop_nulls("step"), ranks).sort("rank", "step")
     count = steps["rank"].n_unique()
     # A rank is no kind of work and has none of their colours. The ends of the scale vanish on a dark or a light page.
     colours = sample_colorscale("Viridis", [0.3 + 0.5 * i / max(count - 1, 1) for i in range(count)])
@@ -164,21 +161,8 @@ def difference_icicle(tree: pl.DataFrame, title: str, *, is_before: bool = False
 
 
 def _stack_parts(parts: pl.DataFrame, labels: Sequence[str]) -> go.Figure:
-    figure = go.Figure()
-    for column, (label, kind) in style.PARTS.items():
-        style.add_bars(
-            figure,
-            range(len(labels)),
-            parts[column] / 1e6,
-            name=label,
-            colour=style.COLOURS[kind],
-            customdata=[
-                [escaping.escape(text), units.duration(ns), units.share(ns / total_ns if total_ns else 0.0)]
-                for text, ns, total_ns in zip(labels, parts[column], parts["duration_ns"], strict=True)
-            ],
-            hover="<b>%{customdata[0]}</b><br>" + label + " %{customdata[1]} (%{customdata[2]})",
-        )
-    return style.with_labelled_rows(figure, labels)
+    colours = {column: (label, style.COLOURS[kind]) for column, (label, kind) in style.PARTS.items()}
+    return style.stacked_parts(parts, colours, labels)
 
 
 def _row_labels(summary: pl.DataFrame) -> list[str]:

@@ -42,15 +42,10 @@ def stall_causes(by_rank: pl.DataFrame, labels: Mapping[int, str] | None = None)
     `by_rank` is the part of one `of` (communication or compute) of `analysis.compute.stall_attribution.by_rank`.
     `labels` are the ranks to draw, each with a text for its label; by default all.
     """
-    by_rank = _of_ranks(by_rank, labels)
-    ranks = by_rank["rank"].unique().sort().to_list()
-    total = dict(by_rank.group_by("rank").agg(pl.col("dur_ns").sum()).iter_rows())
-    figure = go.Figure()
-    for cause, (label, colour) in CAUSES.items():
-        by_rank_ns = dict(by_rank.filter(pl.col("cause") == cause).select("rank", "dur_ns").iter_rows())
-        if any(by_rank_ns.values()):
-            _stack(figure, ranks, [by_rank_ns.get(rank, 0) for rank in ranks], total, label=label, colour=colour)
-    return style.with_labelled_rows(figure, style.rank_names(ranks, labels), showlegend=True)
+    by_cause = style.of_ranks(by_rank, labels).pivot("cause", index="rank", values="dur_ns", aggregate_function="sum")
+    rows = by_cause.fill_null(0).sort("rank")
+    causes = {cause: about for cause, about in CAUSES.items() if cause in rows.columns and rows[cause].sum()}
+    return style.stacked_parts(rows, causes, style.rank_names(rows["rank"], labels), showlegend=True)
 
 
 def communication_parts(by_rank: pl.DataFrame, labels: Mapping[int, str] | None = None) -> go.Figure:
@@ -58,17 +53,8 @@ def communication_parts(by_rank: pl.DataFrame, labels: Mapping[int, str] | None 
 
     `by_rank` is `analysis.communication.exposed_communication.by_rank`; `labels` as in `stall_causes`.
     """
-    by_rank = _of_ranks(by_rank, labels)
-    ranks = by_rank["rank"].to_list()
-    total = dict(by_rank.select("rank", "communication_ns").iter_rows())
-    figure = go.Figure()
-    for column, (label, colour) in COMMUNICATION_PARTS.items():
-        _stack(figure, ranks, by_rank[column].to_list(), total, label=label, colour=colour)
-    return style.with_labelled_rows(figure, style.rank_names(ranks, labels), showlegend=True)
-
-
-def _of_ranks(rows: pl.DataFrame, labels: Mapping[int, str] | None) -> pl.DataFrame:
-    return rows if labels is None else rows.filter(pl.col("rank").is_in(list(labels)))
+    rows = style.of_ranks(by_rank, labels)
+    return style.stacked_parts(rows, COMMUNICATION_PARTS, style.rank_names(rows["rank"], labels), showlegend=True)
 
 
 def wait_matrix(waited: pl.DataFrame, ranks: Sequence[int]) -> go.Figure:
@@ -166,23 +152,6 @@ def _longest(waited: pl.DataFrame, name: str) -> list[int]:
     sums = waited.drop_nulls(name).group_by(name).agg(pl.col("waited_ns").sum())
     longest = sums.sort("waited_ns", name, descending=[True, False]).head(MAX_MATRIX_RANKS // 2)
     return longest[name].sort().to_list()
-
-
-def _stack(
-    figure: go.Figure, ranks: Sequence[int], ns: Sequence[int], total: Mapping[int, int], *, label: str, colour: str
-) -> None:
-    style.add_bars(
-        figure,
-        range(len(ranks)),
-        [time_ns / 1e6 for time_ns in ns],
-        name=label,
-        colour=colour,
-        customdata=[
-            [f"rank {rank}", units.duration(time_ns), units.share(time_ns / total[rank] if total.get(rank) else 0.0)]
-            for rank, time_ns in zip(ranks, ns, strict=True)
-        ],
-        hover=f"<b>%{{customdata[0]}}</b><br>{escaping.escape(label)} %{{customdata[1]}} (%{{customdata[2]}})",
-    )
 
 
 def _legend_name(op: str, group: str | None, axis: str | None, size: int | None) -> str:

@@ -71,7 +71,7 @@ def stage_balance(bubbles: pl.DataFrame) -> go.Figure:
     if bubbles.is_empty():
         return style.empty()
     means = bubbles.group_by("stage").agg(pl.col(*_STAGE_PARTS).mean()).sort("stage")
-    return _stack_parts(means, _STAGE_PARTS, [f"stage {stage}" for stage in means["stage"]])
+    return style.stacked_parts(means, _STAGE_PARTS, [f"stage {stage}" for stage in means["stage"]])
 
 
 def axis_communication(rows: pl.DataFrame) -> go.Figure:
@@ -95,7 +95,7 @@ def axis_communication(rows: pl.DataFrame) -> go.Figure:
         "exposed_ns": ("exposed", style.COLOURS["communication"]),
         "hidden_ns": ("overlapped with compute", style.COLOURS["compute"]),
     }
-    return _stack_parts(means, parts, [axis or "unknown" for axis in means["axis"]])
+    return style.stacked_parts(means, parts, [axis or "unknown" for axis in means["axis"]])
 
 
 def expert_heatmap(load: pl.DataFrame) -> go.Figure:
@@ -260,18 +260,3 @@ def _hover(row: Mapping[str, Any], label: str) -> str:
         f"<b>{label} of micro-batch {row['micro_batch']}</b> {units.duration(row['dur_ns'])}<br>"
         f"stage {row['stage']}, rank {row['rank']}"
     )
-
-
-def _stack_parts(means: pl.DataFrame, parts: Mapping[str, tuple[str, str]], names: list[str]) -> go.Figure:
-    figure = go.Figure()
-    for column, (label, colour) in parts.items():
-        style.add_bars(
-            figure,
-            range(means.height),
-            (means[column] / 1e6).round(6),
-            name=label,
-            colour=colour,
-            customdata=[[units.duration(round(value))] for value in means[column]],
-            hover=f"{label} %{{customdata[0]}}",
-        )
-    return style.with_labelled_rows(figure, names)

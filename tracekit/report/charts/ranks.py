@@ -55,8 +55,7 @@ def rank_activity(
     than `MAX_SPANS` spans, adjacent ones too short to see are merged. `labels` are the ranks to draw, each with a text
     for its label; by default all.
     """
-    if labels is not None:
-        activity = activity.filter(pl.col("rank").is_in(list(labels)))
+    activity = style.of_ranks(activity, labels)
     origin_ns = window[0] if origin_ns is None else origin_ns
     rows = activity.select("rank", "device").unique().sort("rank", "device").with_row_index("y")
     states = _thin(rank_timelines.within(activity, window), window)

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import plotly.graph_objects as go
+import polars as pl
 
-from tracekit.model import escaping
+from tracekit.model import escaping, units
 
 # The palette of Okabe and Ito, safe for colour blindness; a kind of work has the same colour everywhere.
 COLOURS = {
@@ -147,6 +148,27 @@ def with_labelled_rows(figure: go.Figure, names: Sequence[str], *, edge_px: int 
     scale_times(figure)
     label_rows(figure, names)
     return with_style(figure, height_px=min(max(edge_px + rows_px(len(names)), _LEAST_PX), _MAX_ROWS_PX))
+
+
+def stacked_parts(
+    table: pl.DataFrame, parts: Mapping[str, tuple[str, str]], names: Sequence[str], **layout: Any
+) -> go.Figure:
+    """Return bars of the parts of each row, in ns, stacked: `parts` are columns, each with its label and colour."""
+    figure = go.Figure()
+    sums_ns = table.select(pl.sum_horizontal(*parts)).to_series()
+    for column, (label, colour) in parts.items():
+        hovers = [
+            f"<b>{escaping.escape(name)}</b><br>{label} {units.duration(round(ns))} ({units.share(ns / (sum_ns or 1))})"
+            for name, ns, sum_ns in zip(names, table[column], sums_ns, strict=True)
+        ]
+        lengths = (table[column] / 1e6).round(6)
+        add_bars(figure, range(len(names)), lengths, name=label, colour=colour, hovertext=hovers, hover="%{hovertext}")
+    return with_labelled_rows(figure, names, **layout)
+
+
+def of_ranks(rows: pl.DataFrame, ranks: Iterable[int] | None) -> pl.DataFrame:
+    """Return the rows of these ranks; of None all."""
+    return rows if ranks is None else rows.filter(pl.col("rank").is_in(list(ranks)))
 
 
 def rows_px(count: int) -> int:

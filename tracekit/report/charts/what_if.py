@@ -88,8 +88,7 @@ def savings_by_rank(by_rank: pl.DataFrame, cause: str, labels: Mapping[int, str]
     `by_rank` is that of one saving in `savings.by_rank`, `cause` the name of its cause, or of several. `labels` are the
     ranks to draw, each with a text for its label; by default all.
     """
-    if labels is not None:
-        by_rank = by_rank.filter(pl.col("rank").is_in(list(labels)))
+    by_rank = style.of_ranks(by_rank, labels)
     left_ns = by_rank.select(pl.min_horizontal("without_ns", "replayed_ns"))["without_ns"]
     parts = {"remaining": (left_ns, style.COLOURS["idle"]), "saved": (by_rank["saved_ns"].clip(0), _kind(cause)[1])}
     figure = go.Figure()
