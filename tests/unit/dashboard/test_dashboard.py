@@ -475,3 +475,40 @@ def test_the_runs_page_does_not_read_a_log_that_links_outside(app, tmp_path):
     assert not shown.exception
     progress = [caption.value for caption in shown.caption if "is at step" in caption.value]
     assert [text.partition("**")[2].partition("**")[0] for text in progress] == ["inside"]
+
+
+def test_a_table_shows_the_columns_that_have_a_value():
+    def script():
+        import polars as pl
+
+        from dashboard import widgets
+
+        table = pl.DataFrame({"rank": [0, 1], "drift_ns": [None, None], "op": [None, "mm"]}, strict=False)
+        widgets.frame(table, key="part")
+        widgets.frame(table.clear(), key="empty")
+
+    shown = testing.AppTest.from_function(script, default_timeout=TIMEOUT_S).run()
+    assert not shown.exception
+    part, empty = shown.dataframe
+    assert list(part.value.columns) == ["rank", "op"]
+    assert list(empty.value.columns) == ["rank", "drift_ns", "op"]
+
+
+def test_a_figure_has_the_colours_of_the_page_there_and_none_in_what_is_shared():
+    def script():
+        import plotly.graph_objects as go
+        import streamlit as st
+
+        from dashboard import sharing, widgets
+
+        sharing.begin("a page")
+        widgets.title("run")
+        figure = go.Figure(go.Bar(x=[1], y=[2])).update_layout(font_size=13)
+        widgets.chart(figure, key="bars")
+        st.session_state["shared"] = [part.figure.layout.font.to_plotly_json() for part in sharing.finish().parts]
+
+    shown = testing.AppTest.from_function(script, default_timeout=TIMEOUT_S).run()
+    assert not shown.exception
+    (chart,) = shown.get("plotly_chart")
+    assert set(json.loads(chart.proto.spec)["layout"]["font"]) == {"color", "family", "size"}
+    assert shown.session_state["shared"] == [{"size": 13}]
