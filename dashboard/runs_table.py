@@ -31,10 +31,11 @@ PERIODS = {"any time": None, "last day": DAY_S, "last week": 7 * DAY_S, "last mo
 COLUMNS: ColumnTypes = {
     "run": pl.String, "verdict": pl.List(pl.String), "costliest finding": pl.String, "saving": pl.Float64,
     "step_ns": pl.Float64, "recorded": pl.Datetime("us", "UTC"), "open": pl.String, "now": pl.String,
-    "steps": pl.List(pl.Float64), "exposed": pl.Float64, "strategy": pl.String, "model": pl.String, "ranks": pl.Int64,
-    "size": pl.Float64, "problem": pl.String,
+    "steps": pl.List(pl.Float64), "exposed": pl.Float64, "role": pl.String, "strategy": pl.String, "model": pl.String,
+    "ranks": pl.Int64, "size": pl.Float64, "problem": pl.String,
 }  # fmt: skip
 """The columns from the left: those that answer the page's question are visible in a narrow window."""
+_LEFT_OUT_IF_EMPTY = ("now", "role", "problem")
 _CLAIM_CHARACTERS = 62
 """What four lines of the column of claims show."""
 _WORTH_SHOWING = 0.03
@@ -113,9 +114,9 @@ def filter_runs(entries: Sequence[RunEntry], run_filter: RunFilter) -> list[RunE
 
 
 def table(entries: Sequence[RunEntry]) -> pl.DataFrame:
-    """Return the runs with columns COLUMNS, one row each, without the columns `now` and `problem` if empty."""
+    """Return the runs with columns COLUMNS, one row each, without those of `_LEFT_OUT_IF_EMPTY` that are."""
     frame = pl.DataFrame([_row(entry) for entry in entries], schema=COLUMNS, orient="row")
-    return frame.select(name for name in COLUMNS if name not in ("now", "problem") or frame[name].count())
+    return frame.select(name for name in COLUMNS if name not in _LEFT_OUT_IF_EMPTY or frame[name].count())
 
 
 def page_of(entry: RunEntry) -> str | None:
@@ -138,6 +139,7 @@ def _row(entry: RunEntry) -> tuple[Any, ...]:
         "live" if entry.is_live else None,
         [ns / 1e6 for ns in summary.steps_ns] if summary and summary.steps_ns else None,
         _percent(summary.exposed_communication_ratio if summary else None),
+        _text(_role(entry)),
         _text(entry.strategy),
         _text(entry.model),
         _ranks(entry),
@@ -160,7 +162,7 @@ def _claim(first_finding: str) -> str | None:
 
 def _matches(entry: RunEntry, run_filter: RunFilter) -> bool:
     words = run_filter.text.casefold().split()
-    text = f"{entry.name} {entry.strategy} {entry.model} {verdict(entry)} {entry.problem}".casefold()
+    text = f"{entry.name} {_role(entry)} {entry.strategy} {entry.model} {verdict(entry)} {entry.problem}".casefold()
     step_ns = entry.summary.step_time_ns if entry.summary else None
     left_ns, right_ns = run_filter.step_ns or (0.0, 0.0)
     return (
@@ -177,6 +179,13 @@ def _weight(entry: RunEntry) -> tuple[int, ...] | None:
     if entry.summary is None:
         return None
     return tuple(entry.summary.findings.get(label, 0) for label in SEVERITIES)
+
+
+def _role(entry: RunEntry) -> str:
+    """Role of a run in a job of several programs, and how many roles its folder has; '' in other jobs."""
+    role = entry.role or (entry.summary.role if entry.summary else "")
+    count = entry.summary.roles if entry.summary else 0
+    return f"{role} (1 of {count} roles)" if count > 1 else role
 
 
 def _ranks(entry: RunEntry) -> int | None:

@@ -38,6 +38,14 @@ StepName = Annotated[
         help="Each occurrence of the span NAME, such as an annotation, is a step.  [default: the profiler's steps]",
     ),
 ]
+RoleName = Annotated[
+    str | None,
+    typer.Option(
+        "--role",
+        metavar="NAME",
+        help="Of a job of several programs (trainer, rollout), the run of this one.  [default: that with most ranks]",
+    ),
+]
 OutputFile = Annotated[
     Path | None,
     typer.Option("--out", "-o", metavar="FILE", help="Write to FILE instead of stdout, once it is complete."),
@@ -83,14 +91,19 @@ class RunOptions:
     ]
     cache: UseCache = True
     step_name: StepName = None
+    role: RoleName = None
 
     def open(self, executor: "Executor | None" = None) -> "Run":
         """Return the run. Raises InputError if it cannot be read."""
-        return run_loading.open_run(self.run, cache=self.cache, step_name=self.step_name, executor=executor)
+        return run_loading.open_run(
+            self.run, cache=self.cache, step_name=self.step_name, role=self.role, executor=executor
+        )
 
     def measure(self, facts: "Sequence[TraceFact]", executor: "Executor | None" = None) -> "Run":
         """Return the run with facts measured. Raises InputError if it cannot be read."""
-        return run_loading.open_measured(self.run, facts, cache=self.cache, step_name=self.step_name, executor=executor)
+        return run_loading.open_measured(
+            self.run, facts, cache=self.cache, step_name=self.step_name, role=self.role, executor=executor
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

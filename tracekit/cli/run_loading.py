@@ -1,10 +1,11 @@
 """Load, measure and judge the runs of a command, with a progress bar."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tracekit import conventions
 from tracekit.cli import output, question
 from tracekit.cli.question import Input, Kind
 from tracekit.errors import InputError
@@ -43,12 +44,13 @@ def check_runs(
     facts: "Sequence[TraceFact]" = (),
     cache: bool = True,
     settings: "ReadSettings | None" = None,
+    role: str | None = None,
     executor: "Executor | None" = None,
 ) -> "list[tuple[Report, Run]]":
     """Return each run with its report and costs by replay, in the given order. Raises InputError if one is unusable.
 
-    `facts` are measured in the same pass. `settings` are those of `loader.load`. `executor` measures. With `cache`, the
-    report by all rules with default thresholds is stored for the dashboard.
+    `facts` are measured in the same pass. `settings` and `role` are those of `loader.load`. `executor` measures. With
+    `cache`, the report by all rules with default thresholds is stored for the dashboard.
     """
     from tracekit.conventions.read_settings import NO_SETTINGS
     from tracekit.ingest import loader
@@ -59,8 +61,11 @@ def check_runs(
     with output.progress() as bar:
         for path in paths:
             _note(path, cache=cache)
-            key = _key_to_store(path, rules, settings) if cache else None
-            run = loader.load(path, on_progress=bar.on_file, cache=cache, settings=settings, executor=executor)
+            # The dashboard asks for the report of a path without a role.
+            key = _key_to_store(path, rules, settings) if cache and role is None else None
+            run = loader.load(
+                path, on_progress=bar.on_file, cache=cache, settings=settings, executor=executor, role=role
+            )
             measured = bar.trace_callback(len(run.sources))
             report = engine.check(run, rules, facts=(*facts, *report_cache.FACTS), on_progress=measured)
             if key is not None:
@@ -102,17 +107,28 @@ def _key_to_store(path: str, rules: "Sequence[Rule]", settings: "ReadSettings") 
 
 
 def check_by_settings(
-    path: str, facts: "Sequence[TraceFact]" = (), *, cache: bool = True, step_name: str | None = None
-) -> "tuple[Report, CheckSettings]":
-    """Return the report of a run by the rules, devices and ignores of the nearest settings file, and the settings."""
+    path: str,
+    facts: "Sequence[TraceFact]" = (),
+    *,
+    cache: bool = True,
+    step_name: str | None = None,
+    role: str | None = None,
+    with_other_roles: bool = False,
+) -> "tuple[list[Report], CheckSettings]":
+    """Return the report of a run by the rules, devices and ignores of the nearest settings file, and the settings.
+
+    `with_other_roles` adds the reports of the other roles of its job.
+    """
     from tracekit.cli import settings
     from tracekit.rules.registry import all_rules
 
     catalog = all_rules()
     resolved = settings.resolve(None, catalog, step_name=step_name)
     rules = settings.configured_rules(resolved, catalog)
-    ((report, _),) = check_runs([path], rules, facts=facts, cache=cache, settings=resolved.read)
-    return settings.apply_ignores(report, resolved.ignore, catalog), resolved
+    checked = check_runs([path], rules, facts=facts, cache=cache, settings=resolved.read, role=role)
+    if with_other_roles:
+        checked = check_other_roles(checked, rules, facts=facts)
+    return [settings.apply_ignores(report, resolved.ignore, catalog) for report, _ in checked], resolved
 
 
 def open_measured(
@@ -121,10 +137,11 @@ def open_measured(
     *,
     cache: bool = True,
     step_name: str | None = None,
+    role: str | None = None,
     executor: "Executor | None" = None,
 ) -> "Run":
     """Return a run with facts measured, by `executor`. Raises InputError if it cannot be used."""
-    run = open_run(path, cache=cache, step_name=step_name, executor=executor)
+    run = open_run(path, cache=cache, step_name=step_name, role=role, executor=executor)
     _measure(run, facts)
     return run
 
@@ -143,6 +160,7 @@ def open_baseline(
     *,
     cache: bool = True,
     settings: "ReadSettings | None" = None,
+    role: str | None = None,
     executor: "Executor | None" = None,
 ) -> "Baseline":
     """Return a saved baseline, or one of a run. Raises InputError if the path is neither."""
@@ -153,12 +171,53 @@ def open_baseline(
     with _document(path) as document:
         if saved.is_baseline(document):
             return saved.read(document)
-    checked = check_runs([path], rules, facts=baselines.FACTS, cache=cache, settings=settings, executor=executor)
+    checked = check_runs(
+        [path], rules, facts=baselines.FACTS, cache=cache, settings=settings, role=role, executor=executor
+    )
+    if role is None:
+        require_one_role(run for _, run in checked)
     return baselines.of_reports(checked)
 
 
+def require_one_role(runs: "Iterable[Run]") -> None:
+    """Raise InputError for a run whose job has several roles and of which none was chosen: a baseline is of one."""
+    for run in runs:
+        if run.roles:
+            raise InputError(f"{run.path}: the job has the roles {', '.join(run.roles)}: choose one with --role")
+
+
+def role_folder(folder: Path, role: str) -> Path:
+    """Folder that a role records into: `folder` or one in it, by the role in its ``run.json``, else by its name.
+
+    Unlike `open_run`, it needs no traces: the training may still run. Raises InputError if there is none.
+    """
+    roles = stated_roles(folder)
+    places = [place for place, name in roles.items() if name == role]
+    named = folder / role
+    if not places and named.parent == folder and named.is_dir() and named not in roles:
+        places = [named]
+    if not places:
+        known = f"; the roles are {', '.join(sorted(set(roles.values())))}" if roles else ""
+        raise InputError(f"{folder}: no folder of the role {role!r:.60}{known}")
+    return places[0]
+
+
+def stated_roles(folder: Path) -> dict[Path, str]:
+    """Role that each ``run.json`` states, by its folder: `folder` and those in it."""
+    from tracekit.ingest.readers import logs
+
+    inner = sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+    manifests = {place: logs.read_manifest(place / conventions.MANIFEST_FILE) for place in (folder, *inner)}
+    return {place: manifest.role for place, manifest in manifests.items() if manifest and manifest.role}
+
+
 def open_run(
-    path: str, *, cache: bool = True, step_name: str | None = None, executor: "Executor | None" = None
+    path: str,
+    *,
+    cache: bool = True,
+    step_name: str | None = None,
+    role: str | None = None,
+    executor: "Executor | None" = None,
 ) -> "Run":
     """Return a run, read by the nearest settings file. Raises InputError if it cannot be used."""
     from tracekit.cli import settings_file
@@ -167,7 +226,10 @@ def open_run(
     _note(path, cache=cache)
     settings = settings_file.nearest_read_settings(step_name=step_name)
     with output.progress() as bar:
-        return loader.load(path, on_progress=bar.on_file, cache=cache, settings=settings, executor=executor)
+        run = loader.load(path, on_progress=bar.on_file, cache=cache, settings=settings, executor=executor, role=role)
+    if run.roles and role is None:
+        output.notify(f"{path}: the job has the roles {', '.join(run.roles)}; this is {run.role}: see --role")
+    return run
 
 
 def _measure(run: "Run", facts: "Sequence[TraceFact]") -> None:
@@ -191,7 +253,9 @@ def _require_all_read(run: "Run") -> None:
         question.current.get().withdraw()
 
 
-def comparison_side(path: str, *, cache: bool = True, step_name: str | None = None) -> "Run | RunSamples":
+def comparison_side(
+    path: str, *, cache: bool = True, step_name: str | None = None, role: str | None = None
+) -> "Run | RunSamples":
     """Return a measured run, or the samples of a saved report or a baseline.
 
     Raises InputError if the path is none of them.
@@ -205,11 +269,16 @@ def comparison_side(path: str, *, cache: bool = True, step_name: str | None = No
             return json.read(document)
         if baseline_json.is_baseline(document):
             return RunSamples.of_baseline(baseline_json.read(document))
-    return open_measured(path, (*comparison.FACTS, *scaling.SIZE_FACTS), cache=cache, step_name=step_name)
+    return open_measured(path, (*comparison.FACTS, *scaling.SIZE_FACTS), cache=cache, step_name=step_name, role=role)
 
 
 def open_compared_run(
-    path: str, facts: "Sequence[TraceFact]", *, cache: bool = True, step_name: str | None = None
+    path: str,
+    facts: "Sequence[TraceFact]",
+    *,
+    cache: bool = True,
+    step_name: str | None = None,
+    role: str | None = None,
 ) -> "Run":
     """Return a run with facts measured. Raises InputError if it cannot be used, or is a saved report or baseline."""
     from tracekit.report import baseline_json, json
@@ -218,7 +287,7 @@ def open_compared_run(
         is_saved = json.is_report(document) or baseline_json.is_baseline(document)
     if is_saved:
         raise InputError(f"{path}: a saved report has no operators; compare --by needs the traces of both runs")
-    return open_measured(path, facts, cache=cache, step_name=step_name)
+    return open_measured(path, facts, cache=cache, step_name=step_name, role=role)
 
 
 @contextlib.contextmanager

@@ -78,6 +78,8 @@ def load(
 def _run_of_role(run: Run, role: str) -> Run:
     if role in run.roles:
         return run.roles[role]
+    if not run.roles and Manifest.of(run.manifest).role == role:  # the folder of a role alone
+        return run
     if not run.roles:
         raise InputError(f"{run.path}: no role {role!r:.60}: all processes run one program; name no role")
     raise InputError(

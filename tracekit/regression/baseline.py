@@ -66,7 +66,7 @@ _ARGUMENTS = (
     "gradient_accumulation_steps", "tokens", "seq_len", "seq_length", "sequence_length", "precision", "dtype",
 )  # fmt: skip
 _VERSIONS = ("torch", "cuda", "nccl", "hip")
-_WHOLE = ("device", "device_name", "world_size", "strategy", "mesh", "model")
+_WHOLE = ("role", "device", "device_name", "world_size", "strategy", "mesh", "model")
 _SHOWN_CHARACTERS = 60
 _SAVED_RATIO = 1e-4  # reports/baselines keeps five digits
 
@@ -182,8 +182,8 @@ def of_reports(reports: Sequence[tuple[Report, Run]], *, allow_different: bool =
 def fingerprint(run: Run) -> dict[str, Plain]:
     """Return the fields of a run's manifest that must agree for its numbers to be comparable, by dotted name.
 
-    Device, world size, strategy, mesh, model; of versions those of torch and of what it computes and sends with; of
-    the arguments those that say how much a step computes, and in what precision. What is not known is left out.
+    Role, device, world size, strategy, mesh, model; of versions those of torch and of what it computes and sends with;
+    of the arguments those that say how much a step computes, and in what precision. What is not known is left out.
     """
     manifest = dict(run.manifest)
     fields: dict[str, object] = {name: manifest.get(name) for name in _WHOLE}

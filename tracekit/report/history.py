@@ -36,13 +36,14 @@ def document(groups: Sequence[Group]) -> Document:
 
 
 def identity_text(group: Group) -> str:
-    """Return the identity of a group of runs: "fsdp2 · model tiny · 2 ranks · NVIDIA H200"."""
+    """Return the identity of a group of runs: "trainer · fsdp2 · model tiny · 2 ranks · NVIDIA H200"."""
     identity = group.identity
     count = int(identity["world_size"]) if identity.get("world_size", "").isdigit() else None
     ranks = "" if count is None else units.count(count, "rank")
     model = identity.get("model.name") or identity.get("model", "")
     simulated = "simulated" if identity.get("simulated") else ""
     parts = (
+        identity.get("role", ""),
         identity.get("strategy", ""),
         model and f"model {model}",
         ranks,

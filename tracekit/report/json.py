@@ -35,6 +35,7 @@ SEVERAL_SCHEMA = "tracekit.reports/1"
 
 # The keys of the manifest that describe the run. Host and command are left out: reports are shared.
 _MANIFEST_KEYS = (
+    "role",
     "strategy",
     "world_size",
     "mesh",

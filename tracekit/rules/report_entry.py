@@ -82,6 +82,10 @@ class Summary:
     """Whether the traces contain kernels, or operators on a CPU run."""
     has_memory: bool = True
     """Whether the traces contain memory events, or the run has saves of checkpoints."""
+    role: str = ""
+    """The role of the run in a job of several programs; '' in other jobs."""
+    roles: int = 0
+    """How many roles the job has; 0 where it has one program, or its other roles are no part of the run's files."""
     has_comparisons: bool = True
     """Whether the facts by which runs are compared were measured, too, not only those that a check needs."""
 
@@ -109,6 +113,8 @@ def summarize(report: Report, *, has_comparisons: bool = True) -> Summary:
         impacts,
         not report.run.table(breakdown.by_rank).is_empty(),
         not all(table.is_empty() for table in memory_tables),
+        report.run.role,
+        len(report.run.roles),
         has_comparisons,
     )
 

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from dashboard import run_catalog, runs_table
 from tests.support.dashboard_pages import component, page
+from tracekit.ingest import disk_cache
+from tracekit.rules import report_cache
 
 RECORDING = Path(__file__).parents[2] / "recordings" / "roles"
 
@@ -32,6 +35,25 @@ def test_the_timeline_draws_the_other_role_on_request(folder):
     with_roles = toggle.set_value(True).run()
     assert not with_roles.exception
     assert place_labels(with_roles) == {"0": "rollout rank 0", "1": "trainer rank 0", "2": "trainer rank 1"}
+
+
+def listed_roles(folder):
+    entries = run_catalog.list_runs([str(folder)]).entries
+    return dict(runs_table.table(entries).select("run", "role").iter_rows())
+
+
+def test_the_list_says_which_role_a_run_is_of(folder):
+    assert listed_roles(folder) == {"rollout": "rollout", "trainer": "trainer"}
+
+
+def test_the_list_says_how_many_roles_the_files_of_a_folder_are_of(tmp_path, monkeypatch):
+    monkeypatch.setenv(disk_cache.DIRECTORY_VARIABLE, str(tmp_path / "cache"))
+    folder = tmp_path / "job"
+    folder.mkdir()
+    for file in RECORDING.rglob("*.json.gz"):
+        shutil.copy(file, folder / f"{file.parent.name}-{file.name}")
+    report_cache.report(str(folder))
+    assert listed_roles(folder) == {"job": "trainer (1 of 2 roles)"}
 
 
 def test_a_run_without_a_role_has_no_such_choice(folder, tmp_path):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tracekit.cli import output, run_loading
-from tracekit.cli.options import AllowDifferent, ConfigFile, OutputOptions, StepName, UseCache, expand_options
+from tracekit.cli.options import AllowDifferent, ConfigFile, OutputOptions, RoleName, StepName, UseCache, expand_options
 from tracekit.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ class RecordingOptions:
     allow_different: AllowDifferent = False
     cache: UseCache = True
     step_name: StepName = None
+    role: RoleName = None
 
     def settings(self) -> "CheckSettings":
         """Return the settings of the check. Raises ConfigError."""
@@ -58,7 +59,12 @@ class RecordingOptions:
             raise ConfigError(f"a baseline has at most {baselines.MAX_RECORDINGS} recordings, not {len(runs)}")
         resolved = self.settings()
         rules = settings.configured_rules(resolved, all_rules())
-        return run_loading.check_runs(runs, rules, facts=baselines.FACTS, cache=self.cache, settings=resolved.read)
+        checked = run_loading.check_runs(
+            runs, rules, facts=baselines.FACTS, cache=self.cache, settings=resolved.read, role=self.role
+        )
+        if self.role is None:
+            run_loading.require_one_role(run for _, run in checked)
+        return checked
 
 
 @baseline.command(short_help="Save recordings as a baseline.")

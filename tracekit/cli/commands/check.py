@@ -14,6 +14,7 @@ from tracekit.cli.options import (
     ConfigFile,
     ExecutorOptions,
     OutputOptions,
+    RoleName,
     StepName,
     UseCache,
     expand_options,
@@ -22,9 +23,8 @@ from tracekit.cli.question import Input, Kind
 from tracekit.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
-    from tracekit.model.run import Run
     from tracekit.model.source import Executor
     from tracekit.model.trace import TraceFact
     from tracekit.regression.gate import CheckResult
@@ -180,6 +180,7 @@ def check(
     print_schema: Annotated[bool, typer.Option("--print-schema", help="Print the JSON Schema of reports.")] = False,
     cache: UseCache = True,
     step_name: StepName = None,
+    role: RoleName = None,
 ) -> None:
     """Report why runs are slow, what it costs and what to change.
 
@@ -208,7 +209,9 @@ def check(
         store.check(history)
 
     with executor.open([*paths, *repeats]) as opened:
-        results = _results(paths, options, reports.facts(), cache=cache, step_name=step_name, executor=opened)
+        results = _results(
+            paths, options, reports.facts(), cache=cache, step_name=step_name, role=role, executor=opened
+        )
         reports.write(results)
     if history is not None:
         from tracekit.cli.commands.history import add_results
@@ -229,6 +232,7 @@ def _results(
     *,
     cache: bool,
     step_name: str | None,
+    role: str | None,
     executor: "Executor",
 ) -> "list[CheckResult]":
     from tracekit.cli import settings as config
@@ -251,17 +255,23 @@ def _results(
     baseline = (
         None
         if options.baseline is None
-        else run_loading.open_baseline(options.baseline, rules, cache=cache, settings=read, executor=executor)
+        else run_loading.open_baseline(
+            options.baseline, rules, cache=cache, settings=read, role=role, executor=executor
+        )
     )
     repeats = options.repeat or ()
     all_facts = [*facts, *reported]
-    checked = run_loading.check_runs(paths, rules, facts=all_facts, cache=cache, settings=read, executor=executor)
-    if baseline is not None or repeats:
-        _require_one_role(run for _, run in checked)
-    checked = run_loading.check_other_roles(checked, rules, facts=all_facts)
+    checked = run_loading.check_runs(
+        paths, rules, facts=all_facts, cache=cache, settings=read, role=role, executor=executor
+    )
+    if role is None and (baseline is not None or repeats):
+        run_loading.require_one_role(run for _, run in checked)
+    elif role is None:
+        checked = run_loading.check_other_roles(checked, rules, facts=all_facts)
     reports = [config.apply_ignores(report, settings.ignore, catalog) for report, _ in checked]
     recordings = [
-        run_loading.open_measured(path, facts, cache=cache, step_name=step_name, executor=executor) for path in repeats
+        run_loading.open_measured(path, facts, cache=cache, step_name=step_name, role=role, executor=executor)
+        for path in repeats
     ]
     return [
         checks.judge(
@@ -276,16 +286,6 @@ def _results(
         )
         for report in reports
     ]
-
-
-def _require_one_role(runs: "Iterable[Run]") -> None:
-    """Raise InputError for a run with several roles: a baseline or a repetition is one of them."""
-    for run in runs:
-        if run.roles:
-            names = ", ".join(f"{role_run.path} ({name})" for name, role_run in run.roles.items())
-            raise InputError(
-                f"{run.path}: has roles, {names}: compare one, by its folder or by a pattern of its files in quotes"
-            )
 
 
 def _for_ci(results: "Sequence[CheckResult]", report_format: ReportFormat, checkout: "Checkout", key: str) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from tracekit.cli import output, run_loading
-from tracekit.cli.options import AllowDifferent, Format, OutputOptions, StepName, UseCache, expand_options
+from tracekit.cli.options import AllowDifferent, Format, OutputOptions, RoleName, StepName, UseCache, expand_options
 from tracekit.errors import InputError
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ def compare(
     allow_different: AllowDifferent = False,
     cache: UseCache = True,
     step_name: StepName = None,
+    role: RoleName = None,
     output_options: OutputOptions,
 ) -> None:
     """Compare two runs by the medians of their steps, with 99% confidence intervals; or runs of different size.
@@ -90,7 +91,7 @@ def compare(
     parsed = [thresholds.parse_limit(text) for text in fail_if or []]
     paths = (reference, *candidates)
     if by is None:
-        sides = [run_loading.comparison_side(path, cache=cache, step_name=step_name) for path in paths]
+        sides = [run_loading.comparison_side(path, cache=cache, step_name=step_name, role=role) for path in paths]
         runs = [side for side in sides if isinstance(side, Run)]
         if len(runs) == len(sides) and scaling.differ_in_size(runs):
             sized = [run_loading.scaling_side(run) for run in runs]
@@ -106,7 +107,7 @@ def compare(
         document = comparison.document(compared, with_metrics=with_metrics)
         as_csv = comparison.as_csv(compared)
     else:
-        opened = partial(run_loading.open_compared_run, cache=cache, step_name=step_name)
+        opened = partial(run_loading.open_compared_run, cache=cache, step_name=step_name, role=role)
         changed = _step_change(_require_two(paths), by, opened, allow_different=allow_different)
         document, compared = step_change.document(changed, top), changed.compared
         as_csv = query_rows.as_csv(changed.rows)

@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl, urlsplit
 import typer
 
 from tracekit import conventions
-from tracekit.cli import output
+from tracekit.cli import output, run_loading
 from tracekit.cli.options import RunOptions, SelectedWork, expand_options
 from tracekit.conventions import object_storage, python_child, regular_files
 from tracekit.errors import ConfigError, InputError, MissingExtraError
@@ -138,10 +138,10 @@ def export(
     They need no traces, and the training may still be running.
     """  # noqa: D301 click keeps the lines of a paragraph after \b
     if serve is not None:
-        _serve(Path(source.run), serve, export_format, out)
+        _serve(_folder_of_logs(source), serve, export_format, out)
         return
     if push is not None:
-        _push(Path(source.run), push, export_format, out)
+        _push(_folder_of_logs(source), push, export_format, out)
         return
     if out is None:
         raise ConfigError(
@@ -151,9 +151,15 @@ def export(
         write_page(source, view, out)
         return
     if export_format is not ExportFormat.PERFETTO:
-        _write_metrics(Path(source.run), export_format, out)
+        _write_metrics(_folder_of_logs(source), export_format, out)
         return
     _write_perfetto(source, work, out, findings=findings, with_path=critical_path)
+
+
+def _folder_of_logs(source: RunOptions) -> Path:
+    """Folder of the metrics logs. Raises InputError if there is no folder of the role."""
+    folder = Path(source.run)
+    return folder if source.role is None else run_loading.role_folder(folder, source.role)
 
 
 def serve_address(text: str) -> tuple[str, int]:
@@ -300,7 +306,11 @@ def _compress(file: BinaryIO, out: Path) -> Iterator[BinaryIO]:
 def write_page(source: RunOptions, link: str, out: Path) -> None:
     """Write the page of a run that a link names. Raises InputError if there is no such page or run."""
     address, query = split_link(link)
-    content = _timeline(source, query) if address == TIMELINE else _dashboard_page(source.run, address, query)
+    if address == TIMELINE:
+        content = _timeline(source, query)
+    else:
+        path = source.run if source.role is None else str(run_loading.role_folder(Path(source.run), source.role))
+        content = _dashboard_page(path, address, query)
     with output.atomic_file(out) as file:
         file.write(content)
     from tracekit.model import units

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tracekit.cli import output, run_loading
-from tracekit.cli.options import DocumentOptions, StepName, UseCache, expand_options
+from tracekit.cli.options import DocumentOptions, RoleName, StepName, UseCache, expand_options
 from tracekit.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -38,8 +38,11 @@ def add(
     branch: Branch = None,
     cache: UseCache = True,
     step_name: StepName = None,
+    role: RoleName = None,
 ) -> None:
     """Add runs to a history; it is created if it does not exist. Runs are checked first, saved reports are not.
+
+    Of a job of several programs all roles are added, each as a run of its own, or that of --role.
 
     A run that the history already has is not added again.
     """
@@ -54,7 +57,7 @@ def add(
         if json.is_report(Path(path)):
             entries += _saved_entries(Path(path), trained)
         else:
-            entries.append(_check_run(path, trained, cache=cache, step_name=step_name))
+            entries += _check_roles(path, trained, cache=cache, step_name=step_name, role=role)
     _report_added(db, store.add(db, entries, commit=Commit(commit, branch=branch)))
 
 
@@ -125,11 +128,16 @@ def _report_added(db: Path, added: "AddedRuns") -> None:
     output.notify(f"{db}: {', '.join(parts)}")
 
 
-def _check_run(path: str, commit: "Commit", *, cache: bool, step_name: str | None) -> "HistoryEntry":
+def _check_roles(
+    path: str, commit: "Commit", *, cache: bool, step_name: str | None, role: str | None
+) -> "list[HistoryEntry]":
+    """Entries of a run and of the other roles of its job, or of the role that is named."""
     from tracekit.regression import gate as checks
 
-    report, resolved = run_loading.check_by_settings(path, cache=cache, step_name=step_name)
-    return _entries([checks.judge(report, resolved.fail_on, budgets=resolved.budget)], commit)[0]
+    reports, resolved = run_loading.check_by_settings(
+        path, cache=cache, step_name=step_name, role=role, with_other_roles=role is None
+    )
+    return _entries([checks.judge(report, resolved.fail_on, budgets=resolved.budget) for report in reports], commit)
 
 
 def _saved_entries(path: Path, commit: "Commit") -> "list[HistoryEntry]":

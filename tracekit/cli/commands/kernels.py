@@ -225,7 +225,7 @@ def _write_stacks(source: RunOptions, work: WorkOptions, part: SelectedWork, res
         tree = call_trees.call_tree(run, work.of, step=step, ranks=selected, by_rank=by_rank, on_progress=callback)
     title = f"{run.name} · {work.of} time"
     if work.against is not None:
-        other = run_loading.open_run(work.against, cache=source.cache, step_name=source.step_name)
+        other = run_loading.open_run(work.against, cache=source.cache, step_name=source.step_name, role=source.role)
         before = call_trees.call_tree(other, work.of, step=step, ranks=selected, by_rank=by_rank)
         shares = [1 / call_trees.steps(side, step=step, ranks=selected) for side in (other, run)]
         tree = call_trees.difference(before, tree, (shares[0], shares[1]))

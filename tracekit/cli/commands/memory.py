@@ -8,7 +8,7 @@ import typer
 
 from tracekit import conventions
 from tracekit.cli import output, run_loading
-from tracekit.cli.options import DocumentOptions, UseCache, expand_options
+from tracekit.cli.options import DocumentOptions, RoleName, UseCache, expand_options
 from tracekit.conventions import regular_files
 from tracekit.errors import BadTraceError, InputError
 
@@ -64,6 +64,7 @@ def memory(
     ] = None,
     options: ReplayOptions,
     cache: UseCache = True,
+    role: RoleName = None,
     table: DocumentOptions,
 ) -> None:
     """Show who uses memory: allocations at the peak, churn, growth, and allocations from the device.
@@ -74,15 +75,15 @@ def memory(
     """
     from tracekit.report import memory as report
 
-    usage = usage_of(path, options, cache=cache)
+    usage = usage_of(path, options, cache=cache, role=role)
     if against is not None:
-        usage = replace(usage, against=usage_of(against, ReplayOptions(device=options.device), cache=cache))
+        usage = replace(usage, against=usage_of(against, ReplayOptions(device=options.device), cache=cache, role=role))
     for note in usage.notes if table.is_json else ():
         output.notify(note)
     table.write_document(report.document(usage))
 
 
-def usage_of(path: str, options: ReplayOptions, *, cache: bool) -> "MemoryUsage":
+def usage_of(path: str, options: ReplayOptions, *, cache: bool, role: str | None = None) -> "MemoryUsage":
     """Memory of a run, of a snapshot or of a folder of snapshots. Raises InputError if the path is none of them."""
     if _is_snapshot(path):
         from tracekit.ingest.readers import memory_snapshots
@@ -98,7 +99,7 @@ def usage_of(path: str, options: ReplayOptions, *, cache: bool) -> "MemoryUsage"
     if snapshots := _snapshots_without_traces(path):
         return _of_snapshots(snapshots, options)
     try:
-        return _of_run(path, options, cache=cache)
+        return _of_run(path, options, cache=cache, role=role)
     except BadTraceError as error:
         return _of_snapshots_among_others(path, options, error)
 
@@ -153,10 +154,10 @@ def _of_snapshots(snapshots: list[tuple[int, Path]], options: ReplayOptions) -> 
     return options.apply(usage, replaying.from_snapshot(snapshot, _device(snapshot, options.device)))
 
 
-def _of_run(path: str, options: ReplayOptions, *, cache: bool) -> "MemoryUsage":
+def _of_run(path: str, options: ReplayOptions, *, cache: bool, role: str | None) -> "MemoryUsage":
     from tracekit.replay.allocator import memory_usage
 
-    run = run_loading.open_measured(path, memory_usage.FACTS, cache=cache)
+    run = run_loading.open_measured(path, memory_usage.FACTS, cache=cache, role=role)
     usage = memory_usage.of_run(run)
     if options.replay is None:
         return usage

@@ -3,13 +3,14 @@
 import dataclasses
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tracekit.cli import output, run_loading
-from tracekit.cli.options import DocumentOptions, UseCache, expand_options
+from tracekit.cli.options import DocumentOptions, RoleName, UseCache, expand_options
 from tracekit.cli.plan_options import (
     Batch,
     ClusterOptions,
@@ -68,6 +69,7 @@ def checkpoint(
         str | None, typer.Option(metavar="RUN", help="Take missing values from the saves of a recorded run.")
     ] = None,
     cache: UseCache = True,
+    role: RoleName = None,
     table: DocumentOptions,
 ) -> None:
     """Estimate the size of a checkpoint, the cost to write and restore it, and the best interval.
@@ -78,7 +80,7 @@ def checkpoint(
     from tracekit.plan import checkpoint as planned
     from tracekit.report import checkpoint_plan
 
-    recorded = None if measured is None else planning_inputs(run_loading.open_run(measured, cache=cache))
+    recorded = None if measured is None else planning_inputs(run_loading.open_run(measured, cache=cache, role=role))
     constants = {} if recorded is None else dataclasses.asdict(recorded)
     params = require("--params or --model", size.parameters(), constants.get("params"))
     ranks = layout.layout(recorded)
@@ -235,6 +237,7 @@ def train(
     host: OffloadOptions,
     money: MoneyOptions,
     cache: UseCache = True,
+    role: RoleName = None,
     table: DocumentOptions,
 ) -> None:
     """Estimate how long a training takes, and what it costs: tokens, model, GPUs and MFU.
@@ -255,7 +258,7 @@ def train(
         6 * params if spec is None else layouts.flops_per_token(spec, length),
         length * sequences, gpus, speed.peak_flops or machine.peak_flops_per_s,
     )  # fmt: skip
-    mfu_ratio, speedup = _rates_of_runs(speed.measured, money, cache=cache)
+    mfu_ratio, speedup = _rates_of_runs(speed.measured, money, cache=cache, role=role)
     subject = f"{spec.name if spec else f'{params / 1e9:,.4g} B parameters'}, {tokens:,.4g} tokens on {gpus:,} "
     subject += "GPUs" if speed.peak_flops else machine.name
     layout = ""
@@ -281,7 +284,9 @@ def train(
     table.write_document(report.document(subject, work, step, result, equal=equal, layout=layout))
 
 
-def _rates_of_runs(measured: str | None, money: MoneyOptions, *, cache: bool) -> tuple[float | None, float | None]:
+def _rates_of_runs(
+    measured: str | None, money: MoneyOptions, *, cache: bool, role: str | None
+) -> tuple[float | None, float | None]:
     """MFU of a recorded run, and the speedup that is stated or that of another run. Raises ConfigError."""
     from tracekit.analysis.compute import training_rate
 
@@ -289,13 +294,14 @@ def _rates_of_runs(measured: str | None, money: MoneyOptions, *, cache: bool) ->
         raise ConfigError("--against compares a run with that of --measured: give both, and no --speedup")
     if measured is None:
         return None, money.speedup
-    run = run_loading.open_measured(measured, training_rate.FACTS, cache=cache)
+    opened = partial(run_loading.open_measured, facts=training_rate.FACTS, cache=cache, role=role)
+    run = opened(measured)
     rate = training_rate.training_rate(run)
     if money.against is None:
         if rate.mfu_ratio is None:
             raise ConfigError(f"{measured}: its MFU is not known (device or operations); give --mfu")
         return rate.mfu_ratio, money.speedup
-    other = training_rate.training_rate(run_loading.open_measured(money.against, training_rate.FACTS, cache=cache))
+    other = training_rate.training_rate(opened(money.against))
     if rate.tokens_per_second_per_gpu is None or other.tokens_per_second_per_gpu is None:
         raise ConfigError("--against: both runs need tokens per second in their metrics log (docs/record.md)")
     return rate.mfu_ratio, other.tokens_per_second_per_gpu / rate.tokens_per_second_per_gpu

@@ -120,10 +120,10 @@ def tune(
     limits = trials.limits(settings)
     if trials.is_run and not command:
         raise InputError(f"--run needs a command: tracekit tune {source.run} --run -- COMMAND…")
-    report = _check(source.run, settings, cache=source.cache)
+    report = _check(source.run, settings, cache=source.cache, role=source.role)
     configuration = Configuration(tuple(command or ()), settings.tune_arguments)
     if trials.is_run:
-        _try(report, configuration, settings, limits, trials.folder(), document_format)
+        _try(report, configuration, settings, limits, trials.folder(), document_format, role=source.role)
         return
     is_of_trainers = configuration.is_of_trainers if command else TunedRun.of(report.run).is_of_trainers
     proposals = proposing.propose(report, configuration, is_of_trainers=is_of_trainers)
@@ -149,6 +149,8 @@ def _try(
     limits: "Limits",
     folder: Path,
     document_format: Format,
+    *,
+    role: str | None,
 ) -> None:
     """Run the trials, write their report, and exit by the signal that ended them."""
     from tracekit.report import tune as tune_report
@@ -160,8 +162,8 @@ def _try(
         configuration,
         folder,
         limits,
-        load=lambda path: run_loading.open_measured(path, FACTS),
-        check=lambda path: _check(path, settings),
+        load=lambda path: run_loading.open_measured(path, FACTS, role=role),
+        check=lambda path: _check(path, settings, role=role),
         notify=output.notify,
     )
     tuning = tuner.tune()
@@ -180,7 +182,7 @@ def _settings(config: Path | None, source: RunOptions) -> "CheckSettings":
     return settings.resolve(config, all_rules(), step_name=source.step_name)
 
 
-def _check(path: str, settings: "CheckSettings", *, cache: bool = True) -> "Report":
+def _check(path: str, settings: "CheckSettings", *, cache: bool = True, role: str | None = None) -> "Report":
     """Report of a run by the settings, with the facts of proposals and trials measured."""
     from tracekit.cli.settings import apply_ignores, configured_rules
     from tracekit.rules.registry import all_rules
@@ -188,7 +190,7 @@ def _check(path: str, settings: "CheckSettings", *, cache: bool = True) -> "Repo
 
     catalog = all_rules()
     rules = configured_rules(settings, catalog)
-    ((report, _),) = run_loading.check_runs([path], rules, facts=FACTS, cache=cache, settings=settings.read)
+    ((report, _),) = run_loading.check_runs([path], rules, facts=FACTS, cache=cache, settings=settings.read, role=role)
     return apply_ignores(report, settings.ignore, catalog)
 
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from tracekit import conventions
-from tracekit.cli import output
+from tracekit.cli import output, run_loading
+from tracekit.cli.options import RoleName
 from tracekit.conventions import object_storage
 from tracekit.errors import InputError
 
@@ -49,6 +50,7 @@ def watch(
     watch_format: Annotated[
         WatchFormat, typer.Option("--format", help="Text for people, JSON for programs.")
     ] = WatchFormat.TEXT,
+    role: RoleName = None,
 ) -> None:
     """Show a running training: step time, loss, memory, ranks, checkpoints, and outlier steps with concurrent events.
 
@@ -64,7 +66,7 @@ def watch(
             f"{url}: watch reads logs while they grow, so it needs a file system; at a URL they arrive with each "
             f"profiled window: tracekit check {url} judges what is there"
         )
-    watched = Watch(Path(run))
+    watched = Watch(Path(run) if role is None else _wait_for_role(Path(run), role, wait=wait))
     _wait_for_logs(watched, once=once, wait=wait)
     if once:
         watched.judge_pending()
@@ -75,6 +77,21 @@ def watch(
         _show_live(watched, interval_s or _TERMINAL_INTERVAL_S)
     else:
         _write_lines(watched, watch_format, interval_s or _LOG_INTERVAL_S)
+
+
+def _wait_for_role(folder: Path, role: str, *, wait: bool) -> Path:
+    """Folder that a role records into. Raises InputError if there is none and `wait` is not set."""
+    is_notified = not sys.stderr.isatty()  # nobody reads it
+    while True:
+        try:
+            return run_loading.role_folder(folder, role)
+        except InputError:
+            if not wait:
+                raise
+        if not is_notified:
+            output.notify(f"waiting for a training that records the role {role} into {folder}")
+            is_notified = True
+        time.sleep(_WAITING_S)
 
 
 def _wait_for_logs(watched: "Watch", *, once: bool, wait: bool) -> None:
@@ -106,6 +123,9 @@ def _no_logs_message(folder: Path) -> str:
     if not folder.is_dir():
         return f"{folder}: is not a folder; name the folder that the training records into"
     runs = sorted({path.parent for path in folder.glob(f"*/rank*{conventions.METRICS_SUFFIX}*")})
+    roles = sorted(set(run_loading.stated_roles(folder).values()))
+    if len(roles) > 1:
+        return f"{folder}: has the roles {', '.join(roles)}; choose one with --role"
     if runs:
         newest = max(runs, key=lambda run: run.stat().st_mtime)
         return f"{folder}: is a folder of runs; name one of them, such as {newest}"

@@ -219,8 +219,8 @@ def whatif(
     from tracekit.rules import stated_savings
 
     names = tuple(causes.find(name).name for name in without or ())
-    judged, _ = run_loading.check_by_settings(
-        source.run, dependency_graph.FACTS, cache=source.cache, step_name=source.step_name
+    (judged,), _ = run_loading.check_by_settings(
+        source.run, dependency_graph.FACTS, cache=source.cache, step_name=source.step_name, role=source.role
     )
     run = judged.run
     predictions = change.predict(run)
