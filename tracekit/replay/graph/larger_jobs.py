@@ -5,7 +5,8 @@ parallelism stay as they are.
 """
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -36,6 +37,7 @@ from tracekit.model.run import Run
 from tracekit.replay.graph import savings, strategies
 from tracekit.replay.graph.causes import collectives
 from tracekit.replay.graph.dependency_graph import COLLECTIVE, Graph, InsufficientDataError
+from tracekit.replay.graph.group_spans import Span, recorded_span, span_at_stride, stride
 from tracekit.replay.graph.strategies import Prediction
 from tracekit.sync import collective_matching
 
@@ -92,18 +94,18 @@ def predict(run: Run, gpus: int, network: Network | None = None) -> Prediction:
     replica = _replica_gpus(run, recorded)
     if gpus < 1 or gpus % replica:
         raise InputError(f"--gpus is {gpus}; it must be a multiple of {replica}, the GPUs of a replica of the model")
-    growing = _growing_groups(run, recorded, recorded // replica, gpus, network)
-    waits_ns = _longer_waits(run, gpus / recorded)
-    assumed = _assumptions(run, growing, network)
+    changed = _changed_groups(run, recorded, recorded // replica, gpus, network)
+    waits_ns = _longer_waits(run, changed.filter("grows"), gpus / recorded)
+    assumed = _assumptions(run, changed.filter("grows"), network)
     units_of_job = "GPUs" if run.table(contention.device_count)["devices"].sum() else "ranks"
 
     def predict_with(scales: _Scales) -> Prediction:
         def change(graph: Graph) -> Graph:
-            return _on_more_gpus(graph, growing, waits_ns, scales, has_trees=network.has_trees)
+            return _on_more_gpus(graph, changed, waits_ns, scales, has_trees=network.has_trees)
 
         return strategies.predict_change(run, f"{gpus} GPUs", change, assumed, slow_preparation=True)
 
-    hops = (1 - _HOP_DOUBT, 1 + _HOP_DOUBT) if growing["knows_hop"].all() else _ASSUMED_HOPS
+    hops = (1 - _HOP_DOUBT, 1 + _HOP_DOUBT) if changed["knows_hop"].all() else _ASSUMED_HOPS
     fast, likely, slow = (
         predict_with(_Scales(1 + _RATE_DOUBT, hops[0], 0.5)),
         predict_with(_Scales()),
@@ -123,11 +125,15 @@ def ring_ns(
 ) -> Floats:
     """Time in ns of collectives of `ranks` over messages of these sizes in bytes; 0 for one rank.
 
+    A send and its receive take one hop and all bytes.
+
     >>> ring_ns("all_gather", np.array([8e6]), 8, 1000.0, 10.0).tolist()
     [707000.0]
     >>> ring_ns("all_reduce", np.array([8e6]), 8, 1000.0, 10.0, has_trees=True).tolist()
     [1406000.0]
     """
+    if op == collective_matching.PAIRED:
+        return hop_ns + size_bytes / bytes_per_ns
     passes = RING_PASSES[op]
     hops = passes * (ranks - 1)
     if has_trees and op == ALL_REDUCE:
@@ -149,26 +155,70 @@ def _replica_gpus(run: Run, recorded: int) -> int:
     return replica if recorded % replica == 0 else recorded
 
 
-def _growing_groups(run: Run, recorded: int, data_ranks: int, gpus: int, network: Network) -> pl.DataFrame:
-    """Groups of data parallelism, with their sizes and links in both jobs: columns of _GROWTH.
+def _changed_groups(run: Run, recorded: int, data_ranks: int, gpus: int, network: Network) -> pl.DataFrame:
+    """Groups that grow or whose links become those between nodes: columns of _GROUPS.
 
-    Raises InputError where there is none, or where the axis of a group is unknown.
+    Raises InputError where none grows, or where the axis of a group is unknown.
     """
+    groups = _sized_groups(run, recorded, data_ranks)
+    growing = [group for group in groups if group.grows]
+    if not growing:
+        raise InputError(
+            f"--gpus: {run.path} has no collective of data parallelism, so nothing shows what those of {gpus} GPUs cost"
+        )
+    nodes = _Nodes.of(run, network)
+    # Ranks of an axis outside of data parallelism, such as pipeline stages, get as many times apart as data parallelism
+    # grows.
+    data_stride = min(stride(group.ranks) for group in growing)
+    rows = []
+    for group in groups:
+        new_size = max(1, group.size * gpus // recorded) if group.grows else group.size
+        is_outside = not group.grows and stride(group.ranks) > data_stride
+        distance = stride(group.ranks) * (max(1, gpus // recorded) if is_outside else 1)
+        was_inside = recorded_span([group.ranks], nodes.node_of).is_inside
+        span = span_at_stride(new_size, distance, nodes.size)
+        leaves_node = was_inside and not span.is_inside
+        if not leaves_node and not group.grows:
+            continue
+        new_link = _between_nodes(gpus, span, nodes.size, network) if leaves_node else (None, None)
+        assumed_ns = _HOP_NS if was_inside else (network.hop_ns or _NETWORK_HOP_NS)
+        is_fitted = group.hop_ns is not None
+        link = group.hop_ns if group.hop_ns is not None else assumed_ns, group.bytes_per_ns
+        is_known = (
+            network.hop_ns is not None if leaves_node else is_fitted or (not was_inside and network.hop_ns is not None)
+        )
+        rows.append((group.name, group.members, group.size, new_size, *link, *new_link, is_known, group.grows))
+    return pl.DataFrame(rows, schema=_GROUPS, orient="row")
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A process group, the latency and bandwidth that its collectives show, and whether it grows with the job."""
+
+    name: str | None
+    members: str | None
+    ranks: Sequence[int]
+    size: int
+    hop_ns: float | None
+    bytes_per_ns: float | None
+    grows: bool
+
+
+def _sized_groups(run: Run, recorded: int, data_ranks: int) -> list[_Group]:
+    """Groups of two ranks and more in which collectives ran. Raises InputError where an axis is unknown."""
     calls = run.table(collective_matching.run_calls).select("group", "members", "group_size").unique()
     is_separate = pl.col("size_ratio") >= _MIN_SIZE_SPREAD
     fitted = (pl.when(is_separate).then(name).fill_nan(None).alias(name) for name in ("hop_ns", "bytes_per_ns"))
     lines = run.table(latency.by_group).select("group", "group_size", *fitted)
-    groups = run.table(group_axes.group_axes).join(calls, on=["group", "members"], how="left", nulls_equal=True)
-    groups = groups.join(lines, on=["group", "group_size"], how="left", nulls_equal=True)
-    is_hsdp = {DP_REPLICATE, DP_SHARD} <= set(groups["axis"].drop_nulls())
-    was_inside = not rank_places.node_of_rank(run) and recorded <= network.node_gpus
-    leaves_node = was_inside and gpus > network.node_gpus
-    assumed_ns = _HOP_NS if was_inside else (network.hop_ns or _NETWORK_HOP_NS)
-    rows = []
-    for row in groups.iter_rows(named=True):
+    axes = run.table(group_axes.group_axes).join(calls, on=["group", "members"], how="left", nulls_equal=True)
+    axes = axes.join(lines, on=["group", "group_size"], how="left", nulls_equal=True)
+    is_hsdp = {DP_REPLICATE, DP_SHARD} <= set(axes["axis"].drop_nulls())
+    groups = []
+    for row in axes.iter_rows(named=True):
+        is_pair = ">" in (row["members"] or "")
         # gloo names no group: its ranks are those with a trace, of which there may be one.
         stated = row["group_size"] or (len(row["ranks"] or ()) if row["group"] is not None else data_ranks)
-        size = min(stated, recorded)
+        size = 2 if is_pair else min(stated, recorded)
         if size < 2:
             continue
         if row["axis"] is None and size < recorded:
@@ -176,49 +226,62 @@ def _growing_groups(run: Run, recorded: int, data_ranks: int, gpus: int, network
                 f"--gpus: the axis of group {row['group'] or row['members']} of {run.path} is unknown, and so "
                 "whether it would grow; state the mesh in run.json (docs/parallelism.md)"
             )
-        if row["axis"] not in (*_OF_DATA, None) or (is_hsdp and row["axis"] == DP_SHARD):
-            continue
-        new_link = _between_nodes(gpus, network) if leaves_node else (None, None)
-        new_size = max(1, size * gpus // recorded)
-        is_fitted = row["hop_ns"] is not None
-        link = row["hop_ns"] if is_fitted else assumed_ns, row["bytes_per_ns"]
-        is_known = (
-            network.hop_ns is not None if leaves_node else is_fitted or (not was_inside and network.hop_ns is not None)
+        grows = row["axis"] in (*_OF_DATA, None) and not (is_hsdp and row["axis"] == DP_SHARD)
+        # Of a group of which only some ranks have a trace, the others are taken for those that follow.
+        known = sorted(row["ranks"] or ())
+        ranks = known if len(known) == size else range(min(known, default=0), min(known, default=0) + size)
+        groups.append(
+            _Group(row["group"], row["members"], ranks, size, row["hop_ns"], row["bytes_per_ns"], grows and not is_pair)
         )
-        rows.append((row["group"], row["members"], size, new_size, *link, *new_link, is_known))
-    if not rows:
-        raise InputError(
-            f"--gpus: {run.path} has no collective of data parallelism, so nothing shows what those of {gpus} GPUs cost"
-        )
-    return pl.DataFrame(rows, schema=_GROWTH, orient="row")
+    return groups
 
 
-_GROWTH = {
+_GROUPS = {
     "group": pl.String, "members": pl.String, "size": pl.Int64, "new_size": pl.Int64, "hop_ns": pl.Float64,
     "bytes_per_ns": pl.Float64, "new_hop_ns": pl.Float64, "new_bytes_per_ns": pl.Float64, "knows_hop": pl.Boolean,
+    "grows": pl.Boolean,
 }  # fmt: skip
 """bytes_per_ns is null where only a collective's own duration shows it, new_hop_ns and new_bytes_per_ns where the links
 stay. knows_hop: whether the latency in the new job is fitted or given, not assumed."""
 
 
-def _between_nodes(gpus: int, network: Network) -> tuple[float, float]:
-    """Latency of a hop, and bandwidth, of rings across nodes. Raises InputError where the bandwidth is not given."""
+@dataclass(frozen=True)
+class _Nodes:
+    """Node of each recorded rank, and the ranks of a node in both jobs."""
+
+    node_of: Mapping[int, object]
+    size: int
+
+    @classmethod
+    def of(cls, run: Run, network: Network) -> "_Nodes":
+        """Nodes that the recording shows; else consecutive ranks share one of `network.node_gpus`."""
+        recorded = rank_places.node_of_rank(run)
+        size = max(Counter(recorded.values()).values()) if recorded else network.node_gpus
+        return cls({rank: rank // size for rank in range(_world_size(run))} | recorded, size)
+
+
+def _between_nodes(gpus: int, span: Span, node_gpus: int, network: Network) -> tuple[float, float]:
+    """Latency of a hop, and bandwidth, of groups across nodes. Raises InputError where the bandwidth is not given.
+
+    A ring of all GPUs uses all of a node's network, one of fewer the share of its ranks there: the rings of the others
+    run at the same time.
+    """
     if network.bytes_per_s is None:
         raise InputError(
-            f"--gpus {gpus}: the recording shows only links inside a node of {network.node_gpus} GPUs; give the bus "
-            "bandwidth of a ring across nodes (all_gather_perf of nccl-tests) by --network-bandwidth, such as 45e9, or "
-            "a --topology"
+            f"--gpus {gpus}: the recording shows only links inside a node of {node_gpus} GPUs of a group that then "
+            "spans nodes; give the bus bandwidth of a ring across nodes (all_gather_perf of nccl-tests) by "
+            "--network-bandwidth, such as 45e9, or a --topology"
         )
-    return network.hop_ns or _NETWORK_HOP_NS, network.bytes_per_s / _NS
+    return network.hop_ns or _NETWORK_HOP_NS, network.bytes_per_s / _NS * span.ranks_per_node / node_gpus
 
 
-def _longer_waits(run: Run, growth: float) -> dict[str, float]:
-    """By op, how much longer ranks wait for the latest of `growth` times as many ranks, in ns.
+def _longer_waits(run: Run, growing: pl.DataFrame, growth: float) -> dict[str, float]:
+    """By op of growing groups, how much longer ranks wait for the latest of `growth` times as many ranks, in ns.
 
     Lateness is drawn from the recorded one, less what is usual for a rank: the mean of the largest of n draws. Beyond
     as many ranks as there are recorded arrivals it is that of the latest of these.
     """
-    waits = run.table(collective_instances.waits).select("op", "rank", "window", "instance", "wait_ns", "group_size")
+    waits = run.table(collective_instances.waits).join(growing, on="group", how="semi", nulls_equal=True)
     usual_ns = pl.col("wait_ns").median().over("op", "rank")
     late = waits.with_columns((usual_ns - pl.col("wait_ns")).alias("late_ns"))
     longer_ns = {}
@@ -241,20 +304,22 @@ def _mean_of_latest(sorted_ns: npt.NDArray[np.float64], ranks: float) -> float:
 
 
 def _on_more_gpus(
-    graph: Graph, growing: pl.DataFrame, waits_ns: Mapping[str, float], scales: "_Scales", *, has_trees: bool
+    graph: Graph, changed: pl.DataFrame, waits_ns: Mapping[str, float], scales: "_Scales", *, has_trees: bool
 ) -> Graph:
     """Return the graph with transfers, waits and optimizer of the larger job."""
-    calls = collectives.transfers(graph).join(growing, on=["group", "members"], how="inner", nulls_equal=True)
-    calls = calls.filter(pl.col("op").is_in(_RINGS), pl.col("bytes") > 0)
-    if calls.is_empty():
+    calls = collectives.transfers(graph).join(changed, on=["group", "members"], how="inner", nulls_equal=True)
+    calls = calls.filter(pl.col("op").is_in((*_RINGS, collective_matching.PAIRED)), pl.col("bytes") > 0)
+    growing = calls.filter("grows")
+    if growing.is_empty():
         raise InsufficientDataError("the sizes of its collectives of data parallelism are not recorded")
     own_ns = graph.own_ns.astype(np.float64)
     for (op, size, new_size), alike in calls.group_by("op", "size", "new_size"):
         done, size_bytes = alike["done"].to_numpy(), alike["bytes"].to_numpy().astype(np.float64)
-        took_ns, hops = own_ns[done], RING_PASSES[op] * (size - 1)
+        took_ns = own_ns[done]
+        hops, moved_bytes = _ring_load(op, size_bytes, size)
         # What is not latency moves bytes: at least half of the time.
         hop_ns = np.minimum(alike["hop_ns"].to_numpy(), took_ns / hops / 2)
-        measured_rate = hops * size_bytes / size / np.maximum(took_ns - hops * hop_ns, 1.0)
+        measured_rate = moved_bytes / np.maximum(took_ns - hops * hop_ns, 1.0)
         rate = _known(alike, "bytes_per_ns", measured_rate)
         new_hop_ns, new_rate = _known(alike, "new_hop_ns", hop_ns), _known(alike, "new_bytes_per_ns", rate)
         before_ns = ring_ns(op, size_bytes, size, hop_ns, rate)
@@ -263,7 +328,15 @@ def _on_more_gpus(
         # What a transfer took more or less than its model, by jitter, stays; no ring is twice as fast as its model.
         own_ns[done] = np.maximum(took_ns - before_ns + after_ns, after_ns / 2)
     grown = replace(graph, own_ns=np.round(own_ns).astype(np.int64))
-    return _with_waits(_with_optimizer(grown, calls), calls, waits_ns, scales.wait)
+    return _with_waits(_with_optimizer(grown, growing), growing, waits_ns, scales.wait)
+
+
+def _ring_load(op: str, size_bytes: npt.NDArray[np.float64], ranks: int) -> tuple[int, npt.NDArray[np.float64]]:
+    """Hops of collectives, and the bytes that each rank sends in them."""
+    if op == collective_matching.PAIRED:
+        return 1, size_bytes
+    hops = RING_PASSES[op] * (ranks - 1)
+    return hops, hops * size_bytes / ranks
 
 
 def _known(calls: pl.DataFrame, column: str, otherwise: Floats) -> npt.NDArray[np.float64]:

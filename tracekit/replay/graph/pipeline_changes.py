@@ -17,6 +17,7 @@ from tracekit.conventions.strategies import AXES, CP, DP, DP_REPLICATE, DP_SHARD
 from tracekit.errors import InputError
 from tracekit.model.run import Run
 from tracekit.replay.graph import pipeline_timing, savings, strategies
+from tracekit.replay.graph.group_spans import Span, recorded_span, span_at_stride
 from tracekit.replay.graph.pipeline_timing import PipelineTiming
 from tracekit.replay.graph.strategies import Prediction, axes_text
 from tracekit.sync import alignment, collective_matching
@@ -45,14 +46,6 @@ class PipelineChange:
 
 _LARGE_BYTES = 1 << 20
 """From which size on the bandwidth of a message counts, as for TP001."""
-
-
-@dataclass(frozen=True)
-class _Span:
-    """How the groups of an axis lie on nodes: the most ranks of a group on one node, and whether that is all of it."""
-
-    ranks_per_node: int
-    is_inside: bool
 
 
 def predict(run: Run, change: PipelineChange) -> Prediction:
@@ -140,7 +133,7 @@ def predict_rank_order(run: Run, text: str, node_bytes_per_s: float | None = Non
     groups = {
         axis: sets for axis, sets in rank_places.groups_of(run.manifest).items() if axis in (*sizes, EP) and all(sets)
     }
-    before = {axis: _recorded_span(sets, node_of) for axis, sets in groups.items()}
+    before = {axis: recorded_span(sets, node_of) for axis, sets in groups.items()}
     after = {axis: _new_span(axis, len(sets[0]), order, sizes, node) for axis, sets in groups.items()}
     moved = {axis: after[axis] for axis in before if before[axis] != after[axis]}
     rates = _Rates(run, node_of, node_bytes_per_s)
@@ -263,13 +256,13 @@ class _Rates:
         self._hop_ns = {
             inside: _median(ns for is_inside, ns in fitted if is_inside == inside) for inside in (True, False)
         }
-        spans = [(_recorded_span([call.ranks], node_of), call) for call in self._calls]
+        spans = [(recorded_span([call.ranks], node_of), call) for call in self._calls]
         self._inside = inside or _median(self._rate(call, True) for span, call in spans if span.is_inside)
         self._share = _median(
             self._rate(call, False) / span.ranks_per_node for span, call in spans if not span.is_inside
         )
 
-    def times(self, axis: str, span: _Span) -> float | None:
+    def times(self, axis: str, span: Span) -> float | None:
         """Speed-up of an axis' large messages if its groups lie so; None where it has none.
 
         A message takes the latency of its hops, where that is known for such links, and its bytes over the bandwidth.
@@ -291,9 +284,9 @@ class _Rates:
         fits = self._run.table(latency.by_group).drop_nulls("hop_ns")
         ranks = self._run.table(group_axes.group_axes).select("group", "ranks").unique("group")
         rows = fits.join(ranks, on="group").select("ranks", "hop_ns").iter_rows()
-        return [(_recorded_span([members], node_of).is_inside, hop_ns) for members, hop_ns in rows if len(members) > 1]
+        return [(recorded_span([members], node_of).is_inside, hop_ns) for members, hop_ns in rows if len(members) > 1]
 
-    def _bandwidth(self, span: _Span) -> float:
+    def _bandwidth(self, span: Span) -> float:
         """Return the bandwidth of groups that lie so on nodes, in bytes/s. Raises InputError where it is not known."""
         if not span.is_inside:
             if self._share is None:
@@ -345,14 +338,8 @@ def _order(text: str, sizes: Mapping[str, int]) -> list[str]:
     return order
 
 
-def _recorded_span(groups: Sequence[Sequence[int]], node_of: Mapping[int, str]) -> _Span:
-    counts = [Counter(node_of.get(rank) for rank in ranks) for ranks in groups]
-    return _Span(max(max(count.values()) for count in counts), all(len(count) == 1 for count in counts))
-
-
-def _new_span(axis: str, size: int, order: Sequence[str], sizes: Mapping[str, int], node: int) -> _Span:
+def _new_span(axis: str, size: int, order: Sequence[str], sizes: Mapping[str, int], node: int) -> Span:
     """Span of groups of `size` ranks along an axis, on nodes of consecutive ranks numbered in an order."""
     along = next(name for name in order if name in (DP_SHARD, CP, DP_REPLICATE)) if axis == EP else axis
     stride = math.prod(sizes[name] for name in order[: order.index(along)])
-    inside = min(size, max(1, node // stride))
-    return _Span(inside, inside == size)
+    return span_at_stride(size, stride, node)
