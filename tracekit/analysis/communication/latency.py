@@ -27,7 +27,8 @@ _ALIKE = ("lane", "op", "group", "dtype")
 
 COLUMNS = {
     "group": pl.String, "group_size": pl.Int64, "hop_ns": pl.Float64, "bytes_per_ns": pl.Float64,
-    "is_fitted": pl.Boolean, "size_ratio": pl.Float64, "sizes": pl.Int64, "overhead_ns": pl.Float64,
+    "is_fitted": pl.Boolean, "hop_sensitivity": pl.Float64, "size_ratio": pl.Float64, "sizes": pl.Int64,
+    "overhead_ns": pl.Float64,
 }  # fmt: skip
 _ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 _MIN_SIZE_RATIO = 1.25  # sizes must differ by this factor to fit a latency
@@ -91,7 +92,8 @@ def by_group(run: Run) -> pl.DataFrame:
     """Return latency and bandwidth of each group's ring collectives; use ``run.table``.
 
     Columns group, group_size, hop_ns (latency of one hop of the ring), bytes_per_ns (sent by each rank), is_fitted
-    (hop_ns is null if not: sizes are too close together, or not on a line), size_ratio (largest over smallest size that
+    (hop_ns is null if not: sizes are too close together, or not on a line), hop_sensitivity (relative error of hop_ns
+    per relative error of the times that it was fitted to), size_ratio (largest over smallest size that
     a hop sends), sizes (how many distinct sizes), overhead_ns (of the smallest collective, the time of a hop beyond
     what its bytes need at SLOW_BYTES_PER_NS: latency, unless the link is slower); one row per group. A ring of n
     ranks sends bytes·(n-1)/n in n-1 hops for an all-gather or reduce-scatter, and twice both for an all-reduce
@@ -128,10 +130,10 @@ def by_group(run: Run) -> pl.DataFrame:
     for (group, size), group_points in points.group_by("group", "group_size", maintain_order=True):
         on_host = bool(group_points["on_host"].all())
         most_ns = math.inf if on_host else _MAX_HOP_NS
-        model = fit(
-            *(group_points[name].to_numpy().astype(np.float64) for name in ("hops", "sent_bytes", "took_ns")),
-            most_hop_ns=most_ns,
+        hop_count, sent_bytes, took_ns = (
+            group_points[name].to_numpy().astype(np.float64) for name in ("hops", "sent_bytes", "took_ns")
         )
+        model = fit(hop_count, sent_bytes, took_ns, most_hop_ns=most_ns)
         slow_bytes_per_ns = _SLOW_HOST_BYTES_PER_NS if on_host else SLOW_BYTES_PER_NS
         if model is not None and on_host and model.bytes_per_ns < slow_bytes_per_ns:
             model = None  # no network is this slow: sizes differ in something else, such as who issues them
@@ -141,7 +143,8 @@ def by_group(run: Run) -> pl.DataFrame:
         smallest = group_points.row(int(hop_bytes.arg_min() or 0), named=True)
         overhead_ns = (smallest["took_ns"] - smallest["sent_bytes"] / slow_bytes_per_ns) / smallest["hops"]
         overhead_ns = min(max(overhead_ns, 0.0), most_ns)
-        rows.append((group, size, *ends, model is not None, size_ratio, group_points.height, overhead_ns))
+        sensitivity = None if model is None else _hop_sensitivity(hop_count, sent_bytes, took_ns) / model.hop_ns
+        rows.append((group, size, *ends, model is not None, sensitivity, size_ratio, group_points.height, overhead_ns))
     return pl.DataFrame(rows, schema=COLUMNS, orient="row")
 
 
@@ -251,6 +254,16 @@ def fit(
     if per_byte <= 0:
         per_byte = float(np.median((took_ns - hop_ns * hop_count).clip(0) / sent_bytes))
     return RingModel(round(hop_ns, 6), round(1 / float(per_byte), 6)) if per_byte > 0 else None
+
+
+def _hop_sensitivity(hop_count: _Floats, sent_bytes: _Floats, took_ns: _Floats) -> float:
+    """Standard error in ns of the hop that `fit` returns, per relative error of independent times.
+
+    Of messages whose latency is a small share of their time, a time that is 5% off, such as by concurrent compute, is
+    several times their latency.
+    """
+    terms = np.stack((hop_count / took_ns, sent_bytes / took_ns), axis=1)
+    return float(np.linalg.norm(np.linalg.pinv(terms)[0]))
 
 
 def _launched_together(trace: Trace, device: int | None) -> pl.DataFrame:

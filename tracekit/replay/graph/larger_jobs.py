@@ -48,9 +48,6 @@ _OF_DATA = (DP, DP_REPLICATE, DP_SHARD, "dp_cp", "dp_expert", "batch", group_axe
 """Axes whose groups grow with the job."""
 _HOP_NS, _NETWORK_HOP_NS = 5_000.0, 10_000.0
 """Latency of a hop where neither the run nor an option shows it: inside a node, and over InfiniBand or Ethernet."""
-_MIN_SIZE_SPREAD = 4.0
-"""Largest over smallest message from which a fit separates latency from bandwidth although durations vary (as
-`latency.batchable_calls`). Latencies that two sizes 1.25 apart show with 3% of jitter are off by any factor."""
 _ASSUMED_HOPS = 0.5, 2.0
 """Range of an assumed latency, as factors: 5 to 20 µs between nodes."""
 _RATE_DOUBT, _HOP_DOUBT = 0.1, 0.3
@@ -58,6 +55,10 @@ _RATE_DOUBT, _HOP_DOUBT = 0.1, 0.3
 latency, which grows with switches on the way. With the replay's error and half or double the waits they bound the
 prediction.
 """
+_MOST_SENSITIVITY = _HOP_DOUBT / _RATE_DOUBT
+"""Sensitivity of a fitted latency (`latency.by_group`) from which times that are off by the doubt of bandwidth make it
+wrong by more than its own doubt. It was 1.0 for fits that were right within 5%, and 4 and more for those that were
+wrong by any factor: fits to large messages, whose latency is a small share of their time."""
 _LEAST_DOUBT = 0.01
 _NS = 1e9
 _RINGS = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, BROADCAST)
@@ -207,7 +208,7 @@ class _Group:
 def _sized_groups(run: Run, recorded: int, data_ranks: int) -> list[_Group]:
     """Groups of two ranks and more in which collectives ran. Raises InputError where an axis is unknown."""
     calls = run.table(collective_matching.run_calls).select("group", "members", "group_size").unique()
-    is_separate = pl.col("size_ratio") >= _MIN_SIZE_SPREAD
+    is_separate = pl.col("hop_sensitivity") <= _MOST_SENSITIVITY
     fitted = (pl.when(is_separate).then(name).fill_nan(None).alias(name) for name in ("hop_ns", "bytes_per_ns"))
     lines = run.table(latency.by_group).select("group", "group_size", *fitted)
     axes = run.table(group_axes.group_axes).join(calls, on=["group", "members"], how="left", nulls_equal=True)
@@ -309,6 +310,7 @@ def _on_more_gpus(
     """Return the graph with transfers, waits and optimizer of the larger job."""
     calls = collectives.transfers(graph).join(changed, on=["group", "members"], how="inner", nulls_equal=True)
     calls = calls.filter(pl.col("op").is_in((*_RINGS, collective_matching.PAIRED)), pl.col("bytes") > 0)
+    calls = _with_split_ratio(calls)
     growing = calls.filter("grows")
     if growing.is_empty():
         raise InsufficientDataError("the sizes of its collectives of data parallelism are not recorded")
@@ -324,11 +326,24 @@ def _on_more_gpus(
         new_hop_ns, new_rate = _known(alike, "new_hop_ns", hop_ns), _known(alike, "new_bytes_per_ns", rate)
         before_ns = ring_ns(op, size_bytes, size, hop_ns, rate)
         new_links = new_hop_ns * scales.hop, new_rate * scales.rate
-        after_ns = ring_ns(op, size_bytes, new_size, *new_links, has_trees=has_trees)
+        split = alike["split_ratio"].to_numpy()
+        after_ns = split * ring_ns(op, size_bytes / split, new_size, *new_links, has_trees=has_trees)
         # What a transfer took more or less than its model, by jitter, stays; no ring is twice as fast as its model.
         own_ns[done] = np.maximum(took_ns - before_ns + after_ns, after_ns / 2)
     grown = replace(graph, own_ns=np.round(own_ns).astype(np.int64))
     return _with_waits(_with_optimizer(grown, growing), growing, waits_ns, scales.wait)
+
+
+def _with_split_ratio(calls: pl.DataFrame) -> pl.DataFrame:
+    """Calls with the column split_ratio: how many collectives of the larger job a recorded one becomes.
+
+    If as many broadcasts as the group has ranks, or a multiple of it, run in a step, each rank hands on its part of the
+    weights (ZeRO-1): more ranks hand on smaller parts.
+    """
+    count = pl.len().over("group", "members", "step", "op")
+    hands_on_parts = (pl.col("op") == BROADCAST) & (count % pl.col("size") == 0)
+    growth = pl.col("new_size") / pl.col("size")
+    return calls.with_columns(pl.when(hands_on_parts).then(growth).otherwise(1.0).alias("split_ratio"))
 
 
 def _ring_load(op: str, size_bytes: npt.NDArray[np.float64], ranks: int) -> tuple[int, npt.NDArray[np.float64]]:
@@ -356,8 +371,11 @@ class _Scales:
 
 def _with_optimizer(graph: Graph, calls: pl.DataFrame) -> Graph:
     """Return the graph with an optimizer that steps other shards, if a growing group shards what it steps."""
-    by_group = calls.group_by("group", "members", "size", "new_size").agg(pl.col("op").unique())
-    shards = by_group.filter(pl.col("op").list.contains(ALL_GATHER) & pl.col("op").list.contains(REDUCE_SCATTER))
+    by_group = calls.group_by("group", "members", "size", "new_size").agg(
+        pl.col("op").unique(), (pl.col("split_ratio") != 1).any().alias("hands_on_parts")
+    )
+    is_sharded = pl.col("op").list.contains(ALL_GATHER) & pl.col("op").list.contains(REDUCE_SCATTER)
+    shards = by_group.filter(is_sharded | pl.col("hands_on_parts"))
     if shards.is_empty():
         return graph
     largest = shards.sort("size").row(-1, named=True)
