@@ -5,53 +5,91 @@ checksums = ModuleChecksums(model)
 recorder.step({"loss": loss, "grad_norm": norm, **checksums.of_step()})
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import optimizer as optimizers
 from torch.utils._pytree import tree_leaves
 
 from tracekit import conventions
 from tracekit.capture.metrics import Number, PendingScalar
 from tracekit.capture.profiler_session import module_path
 
+_Hook = Callable[..., None]
+
 
 class ModuleChecksums:
-    """Sums of the absolute values that modules returned, in the order of their first calls in the step.
+    """Sums of absolute values of modules in a step, in the order in which the step computes them.
 
-    By default of the modules with parameters of their own. Each call costs one more pass over its output on the
-    device. Sums are in fp64, so that only the module's own rounding is in them; calls of all micro-batches, and those
-    that are computed again in backward, add up.
+    What each module returned; the gradients of its parameters on this rank; the gradients that the optimizer read,
+    after reduction and clipping; and the parameters after the optimizer's step. By default of the modules with
+    parameters of their own. Each costs one more pass over its values on the device. Sums are in fp64, so that only the
+    module's own rounding is in them; calls of all micro-batches, and those that are computed again in backward, add up.
+
+    Gradients on the rank are those that autograd hands to the parameters: FSDP2 and FSDP1, whose parameters are views
+    or shards, have none.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Register hooks on the modules, which `close` removes."""
+        """Register hooks on modules, parameters and all optimizers, which `close` removes."""
         self._sums: dict[str, Tensor] = {}
-        self._hooks = [
-            module.register_forward_hook(self._hook(".".join(module_path(model, name))))
-            for name, module in model.named_modules()
-            if next(module.parameters(recurse=False), None) is not None
+        named = [(".".join(module_path(model, name)), module) for name, module in model.named_modules()]
+        owners = [(name, module, own) for name, module in named if (own := [*module.parameters(recurse=False)])]
+        self._module_of = {parameter: name for name, _, own in reversed(owners) for parameter in own}
+        self._hooks = [module.register_forward_hook(self._output_hook(name)) for name, module, _ in owners]
+        self._hooks += [
+            parameter.register_hook(self._gradient_hook(name))
+            for parameter, name in self._module_of.items()
+            if parameter.requires_grad
+        ]
+        self._hooks += [
+            optimizers.register_optimizer_step_pre_hook(self._add_reduced_gradients),
+            optimizers.register_optimizer_step_post_hook(self._add_weights),
         ]
 
     def of_step(self) -> Mapping[str, Number]:
-        """Metrics of the step that ends: a checksum by module. The next step begins."""
+        """Metrics of the step that ends: checksums by kind and module. The next step begins."""
         sums, self._sums = self._sums, {}
-        return {conventions.CHECKSUM_PREFIX + name: PendingScalar(value) for name, value in sums.items()}
+        return {name: PendingScalar(value) for name, value in sums.items()}
 
     def close(self) -> None:
         """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
-    def _hook(self, name: str) -> Any:
+    def _output_hook(self, name: str) -> _Hook:
         def add(_module: nn.Module, _arguments: Any, output: Any) -> None:
             tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point())
-            if (tensor := next(tensors, None)) is None:
-                return
-            with torch.no_grad():
-                local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a rank's part of a DTensor
-                value = local.detach().abs().sum(dtype=torch.float64)
-                self._sums[name] = self._sums[name] + value if name in self._sums else value
+            if (tensor := next(tensors, None)) is not None:
+                self._add(conventions.CHECKSUM_PREFIX + name, tensor)
 
         return add
+
+    def _gradient_hook(self, name: str) -> _Hook:
+        def add(gradient: Tensor) -> None:
+            self._add(conventions.GRADIENT_CHECKSUM_PREFIX + name, gradient)
+
+        return add
+
+    def _add_reduced_gradients(self, optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
+        for parameter in _parameters(optimizer):
+            if parameter in self._module_of and parameter.grad is not None:
+                name = self._module_of[parameter]
+                self._add(conventions.REDUCED_GRADIENT_CHECKSUM_PREFIX + name, parameter.grad)
+
+    def _add_weights(self, optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
+        for parameter in _parameters(optimizer):
+            if parameter in self._module_of:
+                self._add(conventions.WEIGHT_CHECKSUM_PREFIX + self._module_of[parameter], parameter)
+
+    def _add(self, name: str, tensor: Tensor) -> None:
+        with torch.no_grad():
+            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a rank's part of a DTensor
+            value = local.detach().abs().sum(dtype=torch.float64)
+            self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])

@@ -144,7 +144,16 @@ CPU_TIME_METRIC = "cpu_time_ns"  # time that the process, all its threads, ran i
 PROCESSOR_WAIT_METRIC = "processor_wait_ns"  # for which the training's thread was ready to run, without a processor
 LOSS_METRIC = "loss"
 GRADIENT_NORM_METRIC = "grad_norm"
-CHECKSUM_PREFIX = "checksum/"  # and the name of a module: the sum of the absolute values that it returned in the step
+# Checksums: sums of the absolute values of a module in the step. The prefix and the name of the module are the metric.
+CHECKSUM_PREFIX = "checksum/"  # what it returned
+GRADIENT_CHECKSUM_PREFIX = (
+    "gradient_checksum/"  # the gradients of its parameters, as backward computed them on the rank
+)
+REDUCED_GRADIENT_CHECKSUM_PREFIX = "reduced_gradient_checksum/"  # those that the optimizer read
+WEIGHT_CHECKSUM_PREFIX = "weight_checksum/"  # its parameters after the optimizer's step
+CHECKSUM_PREFIXES = (
+    CHECKSUM_PREFIX, GRADIENT_CHECKSUM_PREFIX, REDUCED_GRADIENT_CHECKSUM_PREFIX, WEIGHT_CHECKSUM_PREFIX,
+)  # fmt: skip
 TOKENS_METRIC = "tokens_per_second"  # of all ranks together: the tokens of a step over the rank's time of the step
 TOKENS_PER_GPU_METRIC = "tokens_per_second_per_gpu"  # the same over the number of ranks
 DATA_WAIT_METRIC = "data_wait_ns"  # time of the step in which the training waited for a batch

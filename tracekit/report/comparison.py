@@ -1,6 +1,7 @@
 """A comparison of two runs as a document, and its parts in words."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Collection, Sequence
 
@@ -90,12 +91,27 @@ def number_sentence(numbers: Agreement) -> str:
     if numbers.first is None:
         return f"{names}: {up_to} in all {steps}"
     first = numbers.first
-    module = first.metric.removeprefix(conventions.CHECKSUM_PREFIX)
-    what = first.metric if module == first.metric else f"what module {escaping.inert(module)} computes"
-    return (
-        f"{what} differs from step {first.step} on (rank {first.rank}: {first.reference:.6g} → "
-        f"{first.candidate:.6g}, {first.ratio:.1g} apart); in {steps} before, {names}: {up_to}"
-    )
+    where = "all ranks" if first.is_of_all_ranks and len(first.ranks) > 1 else units.numbers("rank", first.ranks)
+    values = " → ".join("none" if value is None else f"{value:.6g}" for value in (first.reference, first.candidate))
+    apart = f", {first.ratio:.1g} apart" if math.isfinite(first.ratio) else ""
+    others = f" (and of {units.count(first.other_modules, 'other module')})" if first.other_modules else ""
+    where += f"; rank {first.rank}: {values}{apart}"
+    what = _number_name(first.metric) + others
+    return f"{what} differs from step {first.step} on ({where}); in {steps} before, {names}: {up_to}"
+
+
+_NUMBER_NAMES = {
+    conventions.CHECKSUM_PREFIX: "what module {} computes",
+    conventions.GRADIENT_CHECKSUM_PREFIX: "the gradient of module {} before it is reduced",
+    conventions.REDUCED_GRADIENT_CHECKSUM_PREFIX: "the reduced gradient of module {}",
+    conventions.WEIGHT_CHECKSUM_PREFIX: "the weight of module {} after the optimizer's step",
+}
+
+
+def _number_name(metric: str) -> str:
+    """Name of a metric of training, such as "the reduced gradient of module layers.3.mlp"."""
+    prefix = next((prefix for prefix in conventions.CHECKSUM_PREFIXES if metric.startswith(prefix)), None)
+    return metric if prefix is None else _NUMBER_NAMES[prefix].format(escaping.inert(metric.removeprefix(prefix)))
 
 
 def number_values(compared: Comparison) -> dict[str, object] | None:

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import polars as pl
+import pytest
 import torch
 from torch import nn
 
@@ -56,6 +58,54 @@ def test_the_first_module_that_computes_something_else_is_named(tmp_path: Path) 
     assert agreement is not None
     assert agreement.first is not None
     assert (agreement.first.metric, agreement.first.step, agreement.agreed_steps) == ("checksum/1", 3, 3)
+
+
+def trained(*, gradient_factor: float = 1.0, decay: float = 0.0, rate_factor: float = 1.0) -> pl.DataFrame:
+    """Numbers of six steps, in which module 1 is changed from step 3 on."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    groups = [{"params": [*module.parameters()], "weight_decay": 0.0} for module in model]
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    checksums = ModuleChecksums(model)
+    rows = []
+    for step in range(6):
+        if step == 3:
+            model[1].weight.register_hook(lambda gradient: gradient * gradient_factor)
+            optimizer.param_groups[1]["weight_decay"] = decay
+            for group in optimizer.param_groups:
+                group["lr"] *= rate_factor
+        model(torch.randn(4, 8)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        names_and_values = [(name, value.value()) for name, value in checksums.of_step().items()]
+        rows += [(step, name, 0, value, place) for place, (name, value) in enumerate(names_and_values)]
+    checksums.close()
+    return pl.DataFrame(rows, numbers.NUMBER_COLUMNS, orient="row")
+
+
+@pytest.mark.parametrize(
+    ("change", "metric", "other_modules"),
+    [
+        ({"gradient_factor": 1.0001}, "reduced_gradient_checksum/1", 0),
+        ({"decay": 0.1}, "weight_checksum/1", 0),
+        ({"rate_factor": 1.0001}, "weight_checksum/0", 2),  # below rounding, in a training that has none
+    ],
+)
+def test_a_changed_update_is_named_in_its_step(change: dict[str, float], metric: str, other_modules: int) -> None:
+    assert numbers.agreement(trained(), trained()).first is None
+    first = numbers.agreement(trained(), trained(**change)).first
+    assert (first.metric, first.step, first.other_modules) == (metric, 3, other_modules)
+    assert (first.ranks, first.is_of_all_ranks) == ((0,), True)
+
+
+def test_hooks_on_optimizers_are_removed() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checksums = ModuleChecksums(nn.Sequential(model))
+    checksums.close()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert checksums.of_step() == {}
 
 
 def test_a_checksum_is_the_sum_over_all_calls_of_a_step() -> None:

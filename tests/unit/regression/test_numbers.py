@@ -104,6 +104,36 @@ def test_runs_without_common_steps_say_nothing() -> None:
     assert agreement_of(logged(LOSSES, name="speed"), logged(LOSSES, name="speed")) is None
 
 
+def checksums(*rows: tuple[int, str, int, float]) -> pl.DataFrame:
+    """Checksums by step, module and rank, in the order of their places."""
+    named = [(step, f"{conventions.REDUCED_GRADIENT_CHECKSUM_PREFIX}{name}", rank, value, place)
+             for place, (step, name, rank, value) in enumerate(rows)]  # fmt: skip
+    return pl.DataFrame(named, numbers.NUMBER_COLUMNS, orient="row")
+
+
+def test_the_gradient_that_clipping_does_not_explain_is_named() -> None:
+    places = [(step, name, rank) for step in range(2) for name in "abcde" for rank in range(2)]
+    before = checksums(*((*place, 2.0) for place in places))
+    # In step 1, clipping multiplies what each rank has by a factor of its own, and d has another one.
+    after = checksums(*(
+        (step, name, rank, 2.0 * (1 if step == 0 else (0.9, 0.8)[rank] * (1.5 if name == "d" else 1)))
+        for step, name, rank in places
+    ))  # fmt: skip
+    first = numbers.agreement(before, after).first
+    assert (first.metric.rpartition("/")[2], first.step, first.ranks, first.other_modules) == ("d", 1, (0, 1), 4)
+
+
+def test_a_module_that_one_rank_skips_is_a_difference() -> None:
+    places = [(step, name, rank) for step in range(3) for name in "ab" for rank in range(2)]
+    before = checksums(*((*place, 2.0) for place in places))
+    skipped = before.filter((pl.col("step") != 2) | (pl.col("rank") != 1) | ~pl.col("name").str.ends_with("/a"))
+    first = numbers.agreement(before, skipped).first
+    assert (first.step, first.ranks, first.is_of_all_ranks, first.candidate) == (2, (1,), False, None)
+    # A metric that one side never logged says nothing.
+    never = before.filter(~pl.col("name").str.ends_with("/a"))
+    assert numbers.agreement(before, never).first is None
+
+
 @given(st.lists(st.floats(1e-9, 1e-2), min_size=1, max_size=12))
 def test_the_first_step_is_that_of_the_definition(ratios: list[float]) -> None:
     after = [1 / (1 - ratio) for ratio in ratios]
