@@ -11,6 +11,7 @@ import tracekit
 from benchmarks import larger_jobs as benchmark
 from tests.support.cli_runner import tracekit as command
 from tests.unit.simulate.jobs import job, pipelined, written
+from tracekit.analysis.communication import latency
 from tracekit.errors import InputError
 from tracekit.model.run import Run
 from tracekit.replay.graph import larger_jobs, savings
@@ -85,6 +86,40 @@ def test_pipelines_grow_by_replicas_of_the_model(tmp_path: Path) -> None:
     wide = pipelined(8, pp=2, steps=1)
     prediction = larger_jobs.predict(run, 8)
     assert prediction.predicted_ns == pytest.approx(engine.simulate(wide).total_ns, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tp": 2},  # rings of every second rank share a node's network
+        {"pp": 2},  # stages move to other nodes
+        {"strategy": "zero1"},  # more ranks broadcast smaller parts, which they step
+    ],
+    ids=str,
+)
+def test_groups_that_leave_their_node_get_their_share_of_the_network(sizes: dict, tmp_path: Path) -> None:
+    of = pipelined(8, steps=1, **sizes)
+    # A network so slow that what crosses it decides.
+    machine = replace(of.hardware, network_bytes_per_s=of.hardware.node_bytes_per_s / 8, network_hop_s=20e-6)
+    of = replace(of, hardware=machine)
+    network = Network(8, machine.network_bytes_per_s, 1e9 * machine.network_hop_s)
+    run = recorded(of, tmp_path)
+    prediction = larger_jobs.predict(run, 32, network)
+    wide = replace(pipelined(32, steps=1, **sizes), hardware=machine)
+    assert prediction.predicted_ns == pytest.approx(engine.simulate(wide).total_ns, rel=0.05)
+    assert prediction.predicted_ns > 1.2 * prediction.step_ns
+    with pytest.raises(InputError, match="--network-bandwidth"):
+        larger_jobs.predict(run, 32, Network(8))
+
+
+def test_a_latency_that_large_messages_hide_is_not_fitted(tmp_path: Path) -> None:
+    of = job("fsdp2", layers=2, gpus=16, ranks_written=16, steps=STEPS)
+    of = replace(of, hardware=replace(of.hardware, jitter_ratio=0.05))
+    (row,) = recorded(of, tmp_path).table(latency.by_group).iter_rows(named=True)
+    assert row["is_fitted"]
+    assert row["hop_sensitivity"] > 3
+    groups = larger_jobs._sized_groups(recorded(of, tmp_path / "again"), 16, 16)
+    assert [(group.hop_ns, group.bytes_per_ns) for group in groups] == [(None, None)]
 
 
 def test_without_data_parallelism_nothing_shows_its_cost(tmp_path: Path) -> None:
