@@ -258,7 +258,8 @@ class _Nodes:
         """Nodes that the recording shows; else consecutive ranks share one of `network.node_gpus`."""
         recorded = rank_places.node_of_rank(run)
         size = max(Counter(recorded.values()).values()) if recorded else network.node_gpus
-        return cls({rank: rank // size for rank in range(_world_size(run))} | recorded, size)
+        node_of: dict[int, object] = {rank: rank // size for rank in range(_world_size(run))}
+        return cls(node_of | recorded, size)
 
 
 def _between_nodes(gpus: int, span: Span, node_gpus: int, network: Network) -> tuple[float, float]:
