@@ -37,9 +37,18 @@ def long_delays() -> Iterator[None]:
 
 
 def train(
-    folder: Path, work_s: tuple[float, float], *, steps: int, places: tuple[str, ...], ratio: float, stop_at: int = -1
+    folder: Path,
+    work_s: tuple[float, float],
+    *,
+    steps: int,
+    places: tuple[str, ...],
+    ratio: float,
+    stop_at: int = -1,
+    layers: tuple[int, int] = (0, 0),
 ) -> None:
+    """Train on this rank, which sleeps for `work_s` in forward and computes so many `layers` of its own."""
     model = torch.nn.Linear(16, 16)
+    own_layers = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(layers[this_rank()])))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     options: dict[str, Any] = {"perturb": places, "perturb_ratio": ratio, "memory": False}
     # The window is last: while its trace is written, steps have no delays.
@@ -47,6 +56,8 @@ def train(
         for step in range(steps):
             with recorder.span(conventions.FORWARD):
                 loss = model(torch.ones(4, 16)).mean()
+                if len(own_layers):
+                    loss = loss + own_layers(torch.ones(512, 256)).square().mean()
                 time.sleep(work_s[this_rank()])
             with recorder.span(conventions.BACKWARD):
                 loss.backward()
@@ -133,3 +144,20 @@ def test_measured_sensitivities_with_planted_slack_are_those_of_the_replay(tmp_p
     assert (rows["sensitivity"] - rows["replayed"]).abs().max() < 0.1
     assert rows.filter(rank=0, place="forward")["effect"].to_list() == [sensitivity.CRITICAL]
     assert rows.filter(rank=1)["effect"].to_list() == [sensitivity.HIDDEN] * 3
+
+
+@pytest.mark.accuracy
+@pytest.mark.timeout(600)
+def test_measured_sensitivities_of_computing_ranks_are_those_of_the_replay(tmp_path: Path) -> None:
+    places = ("forward", "backward", "optimizer")
+    case = functools.partial(
+        train_with_long_delays, tmp_path / "run", (0.0, 0.0), steps=900, places=places, layers=(24, 6)
+    )
+    for outcome in process_group.run_cases(2, {"slack": case}, timeout_s=500).values():
+        outcome.results()
+    rows = tracekit.load(str(tmp_path / "run"), cache=False).table("sensitivity")
+    print(rows.drop("effect").to_dicts())
+    # Other programs on the same processors decide how much is known: the interval is that of 1.96 standard errors.
+    standard_error = (rows["high"] - rows["low"]) / (2 * 1.96)
+    assert ((rows["sensitivity"] - rows["replayed"]).abs() <= 4 * standard_error).all()
+    assert rows.filter(rank=0)["replayed"].min() > sensitivity.LIMIT > rows.filter(rank=1)["replayed"].max()
