@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as optimizers
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from tracekit import conventions
 from tracekit.capture.metrics import Number, PendingScalar
@@ -27,9 +28,6 @@ class ModuleChecksums:
     after reduction and clipping; and the parameters after the optimizer's step. By default of the modules with
     parameters of their own. Each costs one more pass over its values on the device. Sums are in fp64, so that only the
     module's own rounding is in them; calls of all micro-batches, and those that are computed again in backward, add up.
-
-    Gradients on the rank are those that autograd hands to the parameters: FSDP2 and FSDP1, whose parameters are views
-    or shards, have none.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -39,11 +37,9 @@ class ModuleChecksums:
         owners = [(name, module, own) for name, module in named if (own := [*module.parameters(recurse=False)])]
         self._module_of = {parameter: name for name, _, own in reversed(owners) for parameter in own}
         self._hooks = [module.register_forward_hook(self._output_hook(name)) for name, module, _ in owners]
-        self._hooks += [
-            parameter.register_hook(self._gradient_hook(name))
-            for parameter, name in self._module_of.items()
-            if parameter.requires_grad
-        ]
+        self._hooks += [module.register_forward_pre_hook(self._parameter_hook(name)) for name, module, _ in owners]
+        # By tensor: parameters live as long as the model, gathered weights of FSDP as long as a pass.
+        self._gradient_hooks = WeakIdKeyDictionary()
         self._hooks += [
             optimizers.register_optimizer_step_pre_hook(self._add_reduced_gradients),
             optimizers.register_optimizer_step_post_hook(self._add_weights),
@@ -56,7 +52,7 @@ class ModuleChecksums:
 
     def close(self) -> None:
         """Remove the hooks."""
-        for hook in self._hooks:
+        for hook in (*self._hooks, *self._gradient_hooks.values()):
             hook.remove()
 
     def _output_hook(self, name: str) -> _Hook:
@@ -66,6 +62,16 @@ class ModuleChecksums:
                 self._add(conventions.CHECKSUM_PREFIX + name, tensor)
 
         return add
+
+    def _parameter_hook(self, name: str) -> _Hook:
+        """Hook that watches the gradients of the weights which a module is about to use: of FSDP, the whole weights."""
+
+        def watch(module: nn.Module, _arguments: Any) -> None:
+            for weight in module._parameters.values() if torch.is_grad_enabled() else ():
+                if weight is not None and weight.requires_grad and weight not in self._gradient_hooks:
+                    self._gradient_hooks[weight] = weight.register_hook(self._gradient_hook(name))
+
+        return watch
 
     def _gradient_hook(self, name: str) -> _Hook:
         def add(gradient: Tensor) -> None:

@@ -5,9 +5,13 @@ from pathlib import Path
 import polars as pl
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import tracekit
+from tests.support import process_group
 from tracekit.capture import Recorder
 from tracekit.capture.checksums import ModuleChecksums
 from tracekit.regression import numbers
@@ -96,6 +100,21 @@ def test_a_changed_update_is_named_in_its_step(change: dict[str, float], metric:
     first = numbers.agreement(trained(), trained(**change)).first
     assert (first.metric, first.step, first.other_modules) == (metric, 3, other_modules)
     assert (first.ranks, first.is_of_all_ranks) == ((0,), True)
+
+
+def sharded_gradient_checksum() -> float:
+    """Checksum of the gradient that this rank computes of a weight which is sharded over the ranks."""
+    model = nn.Sequential(nn.Linear(4, 4, bias=False))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    checksums = ModuleChecksums(model)
+    model(torch.full((1, 4), 1.0 + dist.get_rank())).sum().backward()
+    (value,) = (value for name, value in checksums.of_step().items() if name == "gradient_checksum/0")
+    return float(value.value())
+
+
+def test_gradients_of_sharded_weights_are_those_of_the_rank() -> None:
+    outcomes = process_group.run_cases(2, {"sharded": sharded_gradient_checksum})
+    assert outcomes["sharded"].results() == [16.0, 32.0]
 
 
 def test_hooks_on_optimizers_are_removed() -> None:
