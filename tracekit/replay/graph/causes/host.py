@@ -14,6 +14,7 @@ from tracekit.replay.graph.dependency_graph import RELEASE, Graph, InsufficientD
 from tracekit.replay.graph.nodes import GAP_COLUMNS, HOST, STEP_END, WORK
 
 _SHORT_RATIO = 0.1
+_LEAD_ROUNDS = 4  # a lead passes from wait to wait: in recordings with a wait in each layer, three rounds found all
 _MIN_OTHERS = 2
 """Other steps of which a median is usual."""
 _SPLIT_RATIO = 0.5
@@ -361,18 +362,82 @@ BLOCKING_SYNC = Cause(
 def _blocking_calls(graph: Graph) -> Flags:
     """Return the synchronizing calls after which the device is idle, except for the shortest times.
 
-    Those are shorter than a tenth of the mean, weighted by time: what most of the idle time is due to is longer.
+    Those are shorter than a tenth of the mean, weighted by time: what most of the idle time is due to is longer. Each
+    wait takes the host's lead: without some, later ones take it instead, and are blocking calls, too.
     """
     synchronizes = in_state(graph, host_state.SYNCHRONIZE)
+    idle_ns = np.where(synchronizes, _idle_after_waits(graph, synchronizes), 0)
+    short_ns = max(1, _SHORT_RATIO * _mean_by_time(idle_ns))
+    blocking = np.asarray(idle_ns >= short_ns)
+    for _ in range(_LEAD_ROUNDS if blocking.any() else 0):
+        remaining = without_waits(graph, blocking)
+        more = synchronizes & ~blocking & (_replayed_idle_ns(remaining, synchronizes & ~blocking) >= short_ns)
+        if not more.any():
+            break
+        blocking = blocking | more
+    return blocking
+
+
+def _idle_after_waits(graph: Graph, synchronizes: Flags) -> Ints:
+    """Recorded time that compute idles after each synchronizing call, at most the wait and the pause after it, in ns."""
+    start_ns, end_ns = graph.column("start_ns"), graph.column("end_ns")
     pauses_ns = _pauses_after(graph, synchronizes)
     following = np.flatnonzero(pauses_ns)
-    late_ns = graph.column("end_ns") - graph.column("start_ns") - graph.own_ns[: graph.count]
+    waited_ns = end_ns - start_ns - graph.own_ns[: graph.count]
+    launch_bound_ns = _launch_bound_ns(graph, np.where(synchronizes, waited_ns, 0), end_ns)
+    late_ns = waited_ns.copy()
     np.add.at(late_ns, graph.chain[following], pauses_ns[following])
     busy_ns, next_ns = _compute_around(graph)
     is_known = (busy_ns >= 0) & (next_ns >= 0)
-    until_next_ns = np.maximum(next_ns - np.maximum(busy_ns, graph.column("start_ns")), 0)
-    idle_ns = np.where(synchronizes, np.minimum(np.where(is_known, until_next_ns, 0), late_ns), 0)
-    return np.asarray(synchronizes & (idle_ns > 0) & (idle_ns >= _SHORT_RATIO * _mean_by_time(idle_ns)))
+    until_next_ns = np.maximum(next_ns - np.maximum(busy_ns, start_ns), 0)
+    return np.minimum(np.maximum(np.where(is_known, until_next_ns, 0), launch_bound_ns), late_ns)
+
+
+def _replayed_idle_ns(graph: Graph, synchronizes: Flags) -> Ints:
+    """Time that compute waits for launches after each synchronizing call in the replay, at most the wait, in ns."""
+    start_ns, end_ns = graph.replay.start_ns[: graph.count], graph.replay.end_ns
+    previous = graph.chain[: graph.count]
+    ready_ns = end_ns[np.maximum(previous, 0)] + graph.chain_ns[: graph.count]
+    waited_ns = np.where(synchronizes & (previous >= 0), np.maximum(start_ns - ready_ns, 0), 0)
+    return _launch_bound_ns(graph, waited_ns, end_ns[graph.done])
+
+
+def _launch_bound_ns(graph: Graph, waited_ns: Ints, end_ns: Ints) -> Ints:
+    """Time that compute later waits for launches because the host waited, at most the wait, per host call, in ns."""
+    rank, launch = graph.column("rank"), graph.launch[: graph.count]
+    computing = np.flatnonzero(graph.matches("kind", "compute") & (graph.column("what") == WORK) & (launch >= 0))
+    waits = np.flatnonzero(waited_ns > 0)
+    totals_ns = np.zeros(graph.count, np.int64)
+    calls_of = {number: waits[rows] for number, rows in rows_by_key(rank[waits]).items()}
+    for number, rows in rows_by_key(rank[computing]).items():
+        work = computing[rows]
+        work = work[np.argsort(launch[work], kind="stable")]
+        reach_ns = np.maximum.accumulate(end_ns[work])
+        idle_ns = np.maximum(end_ns[launch[work[1:]]] - reach_ns[:-1], 0)
+        calls = calls_of.get(number, work[:0])
+        idle_between_ns = np.zeros(len(calls) + 1, np.int64)
+        np.add.at(idle_between_ns, np.searchsorted(calls, launch[work[1:]]), idle_ns)
+        totals_ns[calls] = _idle_due_to(waited_ns[calls], idle_between_ns[1:])
+    return totals_ns
+
+
+def _idle_due_to(waited_ns: Ints, idle_after_ns: Ints) -> Ints:
+    """Idle time due to each wait, in ns: first to the last wait before it, then to earlier ones, at most as they took.
+
+    Without a wait, the host leads the device by as much more, until the device has idled for as long.
+    """
+    due_ns = np.zeros(len(waited_ns), np.int64)
+    leads: list[tuple[int, int]] = []
+    for wait, (lead_ns, idle_ns) in enumerate(zip(waited_ns.tolist(), idle_after_ns.tolist(), strict=True)):
+        leads.append((wait, lead_ns))
+        while idle_ns and leads:
+            earlier, left_ns = leads.pop()
+            used_ns = min(left_ns, idle_ns)
+            due_ns[earlier] += used_ns
+            idle_ns -= used_ns
+            if used_ns < left_ns:
+                leads.append((earlier, left_ns - used_ns))
+    return due_ns
 
 
 def _pauses_after(graph: Graph, calls: Flags) -> Ints:
