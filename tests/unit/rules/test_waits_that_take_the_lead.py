@@ -41,9 +41,7 @@ class Job:
         """Wait until the device has done all that was launched."""
         self.number += 1
         waited_us = max(self.device_us - self.host_us, 0) + CALL_US
-        call = slice_(
-            "cuda_runtime", "cudaStreamSynchronize", self.host_us, waited_us, tid=1, correlation=self.number
-        )
+        call = slice_("cuda_runtime", "cudaStreamSynchronize", self.host_us, waited_us, tid=1, correlation=self.number)
         self.events.append(call)
         self.host_us += waited_us
 

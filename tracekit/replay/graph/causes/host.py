@@ -9,12 +9,13 @@ from tracekit.analysis.time import host_state
 from tracekit.model.columns import rows_by_key
 from tracekit.model.memoize import memoize
 from tracekit.model.sweep_line import Flags, Ints
+from tracekit.replay.graph import host_lead
 from tracekit.replay.graph.causes.cause import Cause, Kind, Pricing
 from tracekit.replay.graph.dependency_graph import RELEASE, Graph, InsufficientDataError, replace_unequal
 from tracekit.replay.graph.nodes import GAP_COLUMNS, HOST, STEP_END, WORK
 
 _SHORT_RATIO = 0.1
-_LEAD_ROUNDS = 4  # a lead passes from wait to wait: in recordings with a wait in each layer, three rounds found all
+_LEAD_ROUNDS = 8  # replays; a lead passes from wait to wait: with ten waits in each step, eight found all
 _MIN_OTHERS = 2
 """Other steps of which a median is usual."""
 _SPLIT_RATIO = 0.5
@@ -351,8 +352,8 @@ BLOCKING_SYNC = Cause(
     idle_part=late_ranks.SYNCHRONIZE, is_before_window=True, is_usual_before_window=True, is_hidden_elsewhere=True,
     is_attainable=True,
     summary="the host never waits for the device in a call that leaves it idle",
-    basis="synchronizing calls after which the device is idle, except those of saves and the allocator, and the host's "
-    "pause after each; FSDP1's rate limiter stays",
+    basis="synchronizing calls after which the device is idle at once or at later launches, except those of saves and "
+    "the allocator, and the host's pause after each; FSDP1's rate limiter stays",
     removed_stalls=(host_stalls.SYNC,),
     excluded_stalls=(host_stalls.RETRY, host_stalls.ALLOCATION, host_stalls.DATA, host_stalls.SAVE),
 )  # fmt: skip
@@ -379,12 +380,12 @@ def _blocking_calls(graph: Graph) -> Flags:
 
 
 def _idle_after_waits(graph: Graph, synchronizes: Flags) -> Ints:
-    """Recorded time that compute idles after each synchronizing call, at most the wait and the pause after it, in ns."""
+    """Recorded time that compute idles after each synchronizing call, at most its wait and pause, in ns."""
     start_ns, end_ns = graph.column("start_ns"), graph.column("end_ns")
     pauses_ns = _pauses_after(graph, synchronizes)
     following = np.flatnonzero(pauses_ns)
     waited_ns = end_ns - start_ns - graph.own_ns[: graph.count]
-    launch_bound_ns = _launch_bound_ns(graph, np.where(synchronizes, waited_ns, 0), end_ns)
+    launch_bound_ns = host_lead.idle_due_to_waits(graph, np.where(synchronizes, waited_ns, 0), end_ns)
     late_ns = waited_ns.copy()
     np.add.at(late_ns, graph.chain[following], pauses_ns[following])
     busy_ns, next_ns = _compute_around(graph)
@@ -399,45 +400,7 @@ def _replayed_idle_ns(graph: Graph, synchronizes: Flags) -> Ints:
     previous = graph.chain[: graph.count]
     ready_ns = end_ns[np.maximum(previous, 0)] + graph.chain_ns[: graph.count]
     waited_ns = np.where(synchronizes & (previous >= 0), np.maximum(start_ns - ready_ns, 0), 0)
-    return _launch_bound_ns(graph, waited_ns, end_ns[graph.done])
-
-
-def _launch_bound_ns(graph: Graph, waited_ns: Ints, end_ns: Ints) -> Ints:
-    """Time that compute later waits for launches because the host waited, at most the wait, per host call, in ns."""
-    rank, launch = graph.column("rank"), graph.launch[: graph.count]
-    computing = np.flatnonzero(graph.matches("kind", "compute") & (graph.column("what") == WORK) & (launch >= 0))
-    waits = np.flatnonzero(waited_ns > 0)
-    totals_ns = np.zeros(graph.count, np.int64)
-    calls_of = {number: waits[rows] for number, rows in rows_by_key(rank[waits]).items()}
-    for number, rows in rows_by_key(rank[computing]).items():
-        work = computing[rows]
-        work = work[np.argsort(launch[work], kind="stable")]
-        reach_ns = np.maximum.accumulate(end_ns[work])
-        idle_ns = np.maximum(end_ns[launch[work[1:]]] - reach_ns[:-1], 0)
-        calls = calls_of.get(number, work[:0])
-        idle_between_ns = np.zeros(len(calls) + 1, np.int64)
-        np.add.at(idle_between_ns, np.searchsorted(calls, launch[work[1:]]), idle_ns)
-        totals_ns[calls] = _idle_due_to(waited_ns[calls], idle_between_ns[1:])
-    return totals_ns
-
-
-def _idle_due_to(waited_ns: Ints, idle_after_ns: Ints) -> Ints:
-    """Idle time due to each wait, in ns: first to the last wait before it, then to earlier ones, at most as they took.
-
-    Without a wait, the host leads the device by as much more, until the device has idled for as long.
-    """
-    due_ns = np.zeros(len(waited_ns), np.int64)
-    leads: list[tuple[int, int]] = []
-    for wait, (lead_ns, idle_ns) in enumerate(zip(waited_ns.tolist(), idle_after_ns.tolist(), strict=True)):
-        leads.append((wait, lead_ns))
-        while idle_ns and leads:
-            earlier, left_ns = leads.pop()
-            used_ns = min(left_ns, idle_ns)
-            due_ns[earlier] += used_ns
-            idle_ns -= used_ns
-            if used_ns < left_ns:
-                leads.append((earlier, left_ns - used_ns))
-    return due_ns
+    return host_lead.idle_due_to_waits(graph, waited_ns, end_ns[graph.done])
 
 
 def _pauses_after(graph: Graph, calls: Flags) -> Ints:
