@@ -17,6 +17,7 @@ from tracekit.model.run import OnTrace, Run, require_run
 from tracekit.model.source import Source
 from tracekit.model.trace import TraceFact
 from tracekit.replay.graph import dependency_graph, representative_ranks
+from tracekit.replay.graph.causes.cause import Pricing
 from tracekit.rules import advice, cost_attribution, device_commands, roles, unreported_causes
 from tracekit.rules.registry import all_rules
 from tracekit.rules.rule import (
@@ -30,6 +31,7 @@ from tracekit.rules.rule import (
     family,
     name_iterations,
     sort_findings,
+    warnings,
 )
 
 _MANY_TRACES = 32
@@ -149,14 +151,24 @@ def check(
     notes = tuple(f"{', '.join(blind_codes)}: {blind}" for blind, blind_codes in codes.items())
     report = Report(run, sort_findings(limit_findings(run, findings)), notes, inputs, VERSION)
     report = replace(report, rules=tuple(rule.code for rule in selected), blind_spots=blind_spots)
-    priced = cost_attribution.over_mean_step(cost_attribution.attribute_costs(report))
-    graded = cost_attribution.grade_by_cost(priced)
-    unreported = limit_findings(run, unreported_causes.findings(graded, selected))
+    graded = _graded(report)
+    unreported = tuple(limit_findings(run, unreported_causes.findings(graded, selected)))
+    spread_warnings = warnings(unreported)
+    spread_sources = [finding for finding in spread_warnings if cost_attribution.pricing_of(finding) is Pricing.SOURCE]
+    if spread_sources:  # launches that are late for these are priced without them
+        graded = _graded(replace(report, findings=sort_findings([*report.findings, *spread_sources])))
+        unreported = tuple(limit_findings(run, unreported_causes.findings(graded, selected)))
     graded = replace(graded, findings=sort_findings([*graded.findings, *unreported]))
     wholes = {rule.code: rule.part_of for rule in selected if rule.part_of}
     parts = _parts(graded.findings, wholes)
     complete = replace(graded, findings=tuple(roles.with_consequences(run, parts)))
     return device_commands.name_commands(advice.suit_to_program(name_iterations(complete), selected))
+
+
+def _graded(report: Report) -> Report:
+    """The report with the costs of findings by replay, and severities that follow from them."""
+    priced = cost_attribution.over_mean_step(cost_attribution.attribute_costs(report))
+    return cost_attribution.grade_by_cost(priced)
 
 
 def _parts(findings: Sequence[Finding], wholes: Mapping[str, str]) -> Iterator[Finding]:

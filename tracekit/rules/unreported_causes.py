@@ -9,7 +9,7 @@ import polars as pl
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.replay.graph import causes, savings, what_if
-from tracekit.replay.graph.causes.cause import Cause
+from tracekit.replay.graph.causes.cause import Cause, Pricing
 from tracekit.replay.graph.causes.stalls import Removal
 from tracekit.rules import cost_attribution
 from tracekit.rules.rule import Finding, Report, Rule, Severity, WhatIf, cost_order, warnings
@@ -51,7 +51,11 @@ def _findings(report: Report, cause: Cause, rule: Rule) -> Iterator[Finding]:
     alone = savings.saving(report.run, cause.name)
     if alone.saved_ratio < MIN_SAVED_RATIO:
         return
-    sources = [finding for finding in warnings(report.findings) if finding.is_priced and _removals(report.run, finding)]
+    sources = [
+        finding
+        for finding in warnings(report.findings)
+        if finding.is_priced and _removals(report.run, finding) and not _is_consequence(finding, cause)
+    ]
     remaining_ns = _remaining_ns(report, cause, sources, alone.saved_ns)
     if remaining_ns < what_if.MIN_SAVED_RATIO * alone.step_ns:
         remaining_ns = 0
@@ -85,6 +89,11 @@ def _findings(report: Report, cause: Cause, rule: Rule) -> Iterator[Finding]:
         consequence_of=source.id if source else "",
         subject=SUBJECT,
     )
+
+
+def _is_consequence(finding: Finding, cause: Cause) -> bool:
+    """Whether a finding contains the time of what it follows from, such as late launches that of a source."""
+    return cause.pricing is Pricing.SOURCE and cost_attribution.pricing_of(finding) is Pricing.CONSEQUENCE
 
 
 def _removals(run: Run, finding: Finding) -> tuple[Removal, ...]:

@@ -10,7 +10,7 @@ from tracekit.ingest.loader import load
 from tracekit.replay.graph import savings
 from tracekit.replay.graph.causes.host import BLOCKING_SYNC
 from tracekit.rules.engine import check
-from tracekit.rules.host import BlockingSync
+from tracekit.rules.host import BlockingSync, LateLaunch
 from tracekit.rules.rule import Severity
 
 STEPS, LAUNCH_US, CALL_US, GAP_US, OP_US = 4, 11, 2, 1, 3000
@@ -22,6 +22,7 @@ class Job:
     """A drawn host and device: `reads` waits for the device in the short kernels of each step."""
 
     reads: int
+    op_us: float = OP_US
     events: list[dict] = field(default_factory=list)
     host_us: float = 0.0
     device_us: float = 0.0
@@ -54,16 +55,16 @@ class Job:
             if self.reads and kernel % (SHORT[0] // self.reads) == 0:
                 self.read()
             if (number, kernel) == (1, 0):
-                self.events.append(slice_("cpu_op", "aten::sort", self.host_us, OP_US - 1, tid=1))
-                self.host_us += OP_US
+                self.events.append(slice_("cpu_op", "aten::sort", self.host_us, self.op_us, tid=1))
+                self.host_us += self.op_us
             self.launch(SHORT[1])
         self.events.append(
             slice_("user_annotation", f"ProfilerStep#{number}", began_us, self.host_us - began_us, tid=1)
         )
 
 
-def drawn(reads: int) -> Job:
-    job = Job(reads)
+def drawn(reads: int, op_us: float = OP_US) -> Job:
+    job = Job(reads, op_us)
     for number in range(STEPS):
         job.step(number)
     return job
@@ -83,6 +84,16 @@ def test_a_read_costs_what_the_device_idles_until_the_host_leads_again(reads, tm
     (finding,) = check(run, [BlockingSync()]).findings
     assert finding.severity is Severity.WARNING
     assert finding.cost_ns == pytest.approx(1000 * saved_us, rel=0.1)
+
+
+def test_launches_that_are_late_after_reads_are_their_consequence(tmp_path):
+    """The rule of late launches sees short gaps before many kernels, that of waits one long gap in one step."""
+    run = loaded(drawn(1, op_us=0), tmp_path)
+    saved_us = (drawn(1, op_us=0).device_us - drawn(0, op_us=0).device_us) / STEPS
+    findings = {finding.code: finding for finding in check(run, [BlockingSync(), LateLaunch()]).findings}
+    assert findings["HOST002"].severity is Severity.WARNING
+    assert findings["HOST002"].cost_ns == pytest.approx(1000 * saved_us, rel=0.1)
+    assert findings["HOST001"].consequence_of == findings["HOST002"].id
 
 
 def test_reads_of_a_host_without_a_lead_cost_only_their_calls(tmp_path, monkeypatch):

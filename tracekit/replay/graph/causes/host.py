@@ -391,7 +391,7 @@ def _idle_after_waits(graph: Graph, synchronizes: Flags) -> Ints:
     busy_ns, next_ns = _compute_around(graph)
     is_known = (busy_ns >= 0) & (next_ns >= 0)
     until_next_ns = np.maximum(next_ns - np.maximum(busy_ns, start_ns), 0)
-    return np.minimum(np.maximum(np.where(is_known, until_next_ns, 0), launch_bound_ns), late_ns)
+    return np.asarray(np.minimum(np.maximum(np.where(is_known, until_next_ns, 0), launch_bound_ns), late_ns))
 
 
 def _replayed_idle_ns(graph: Graph, synchronizes: Flags) -> Ints:
