@@ -18,7 +18,14 @@ from tracekit.model.source import Source
 from tracekit.model.trace import TraceFact
 from tracekit.replay.graph import dependency_graph, representative_ranks
 from tracekit.replay.graph.causes.cause import Pricing
-from tracekit.rules import advice, cost_attribution, device_commands, roles, unreported_causes
+from tracekit.rules import (
+    advice,
+    cost_attribution,
+    device_commands,
+    roles,
+    straggler_consequences,
+    unreported_causes,
+)
 from tracekit.rules.registry import all_rules
 from tracekit.rules.rule import (
     TIMED_FAMILIES,
@@ -154,7 +161,9 @@ def check(
     graded = _graded(report)
     unreported = tuple(limit_findings(run, unreported_causes.findings(graded, selected)))
     spread_warnings = warnings(unreported)
-    spread_sources = [finding for finding in spread_warnings if cost_attribution.pricing_of(finding) is Pricing.SOURCE]
+    spread_sources = [
+        finding for finding in spread_warnings if straggler_consequences.pricing_of(finding) is Pricing.SOURCE
+    ]
     if spread_sources:  # launches that are late for these are priced without them
         graded = _graded(replace(report, findings=sort_findings([*report.findings, *spread_sources])))
         unreported = tuple(limit_findings(run, unreported_causes.findings(graded, selected)))

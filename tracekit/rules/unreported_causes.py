@@ -11,7 +11,7 @@ from tracekit.model.run import Run
 from tracekit.replay.graph import causes, savings, what_if
 from tracekit.replay.graph.causes.cause import Cause, Pricing
 from tracekit.replay.graph.causes.stalls import Removal
-from tracekit.rules import cost_attribution
+from tracekit.rules import cost_attribution, straggler_consequences
 from tracekit.rules.rule import Finding, Report, Rule, Severity, WhatIf, cost_order, warnings
 
 MIN_SAVED_RATIO = 0.03
@@ -93,7 +93,7 @@ def _findings(report: Report, cause: Cause, rule: Rule) -> Iterator[Finding]:
 
 def _is_consequence(finding: Finding, cause: Cause) -> bool:
     """Whether a finding contains the time of what it follows from, such as late launches that of a source."""
-    return cause.pricing is Pricing.SOURCE and cost_attribution.pricing_of(finding) is Pricing.CONSEQUENCE
+    return cause.pricing is Pricing.SOURCE and straggler_consequences.pricing_of(finding) is Pricing.CONSEQUENCE
 
 
 def _removals(run: Run, finding: Finding) -> tuple[Removal, ...]:
