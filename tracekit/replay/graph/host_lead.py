@@ -9,7 +9,10 @@ from tracekit.replay.graph.nodes import WORK
 
 
 def idle_due_to_waits(graph: Graph, waited_ns: Ints, end_ns: Ints) -> Ints:
-    """Time that compute later waits for launches because the host waited, at most the wait, per host call, in ns."""
+    """Time that compute later waits for launches because the host waited, at most the wait, per host call, in ns.
+
+    Only waits until the end of all compute that was launched count: after others, the host still leads.
+    """
     rank, launch = graph.column("rank"), graph.launch[: graph.count]
     computing = np.flatnonzero(graph.matches("kind", "compute") & (graph.column("what") == WORK) & (launch >= 0))
     waits = np.flatnonzero(waited_ns > 0)
@@ -21,6 +24,8 @@ def idle_due_to_waits(graph: Graph, waited_ns: Ints, end_ns: Ints) -> Ints:
         reach_ns = np.maximum.accumulate(end_ns[work])
         idle_ns = np.maximum(end_ns[launch[work[1:]]] - reach_ns[:-1], 0)
         calls = calls_of.get(number, work[:0])
+        launched = np.searchsorted(launch[work], calls)
+        calls = calls[(launched > 0) & (reach_ns[launched - 1] <= end_ns[calls])]
         idle_between_ns = np.zeros(len(calls) + 1, np.int64)
         np.add.at(idle_between_ns, np.searchsorted(calls, launch[work[1:]]), idle_ns)
         totals_ns[calls] = _idle_due_to(waited_ns[calls], idle_between_ns[1:])
