@@ -26,9 +26,9 @@ def test_the_best_change_applies(name: str, tmp_path: Path) -> None:
     values = best.values(TunedRun(run, manifest, is_of_trainers=True))
     assert values
     if best.option:
-        from tracekit.tune.changes.change import filled
+        from tracekit.tune.changes.change import fill_template
 
-        config.parse([*words, *shlex.split(filled(best.option, values[0]))])
+        config.parse([*words, *shlex.split(fill_template(best.option, values[0]))])
 
 
 def test_a_row_states_what_was_measured() -> None:

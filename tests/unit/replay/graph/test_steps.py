@@ -65,7 +65,8 @@ def test_savings_are_drawn_in_table_order_and_paler_where_less_certain():
     assert figure.layout.yaxis.ticktext == ("late-gathers", "straggler", "communication")
     first, second = figure.data
     assert first.width == second.width
-    assert (first.y, first.x, second.y, second.x) == ((0, 2), (3, 1), (1,), (2,))
+    drawn = [list(values) for values in (first.y, first.x, second.y, second.x)]
+    assert drawn == [[0, 2], [3, 1], [1], [2]]
     assert first.marker.opacity[0] < first.marker.opacity[1]
     assert first.text[0] == "3 ms · 30.0%"
     assert "&lt;b&gt;" in first.customdata[0][0]
