@@ -1,6 +1,6 @@
 """Constant troubles: trainings that lose time in every step, and whether `tracekit check` names why, and how much.
 
-    python -m benchmarks.constant_troubles --out docs/lab/constant_troubles.md
+    python -m benchmarks.constant_troubles --pairs 3 --out docs/lab/constant_troubles.md
 
 Small changes of one training (`benchmarks.constant_trainings`), at three sizes, each recorded right after a
 healthy twin on two CPU ranks. The pairs show whether the first finding names the cause, whether the twin has no

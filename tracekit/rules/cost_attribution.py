@@ -394,7 +394,8 @@ def _difference(finding: Finding, saved_ns: int, first: tuple[Removal, ...]) -> 
 
 
 def _codes(removals: Sequence[Removal]) -> str:
-    return " and ".join(dict.fromkeys(removal.code for removal in removals))
+    codes = list(dict.fromkeys(removal.code for removal in removals))
+    return " and ".join(filter(None, [", ".join(codes[:-1]), *codes[-1:]]))
 
 
 def _other_ranks(run: Run, finding: Finding, cause: Cause) -> list[int]:

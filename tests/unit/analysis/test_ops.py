@@ -157,11 +157,11 @@ def test_names_of_close_roofs_do_not_overlap():
     made = run(Kernel("aten::mm", 3_000_000_000, [[64, 64], [64, 64]], BF16), device=H100)
     layout = charts.roofline(ops.rooflines(made), made.table(ops.roofs)).layout
     power_px = (layout.height - layout.margin.t - 60) / (layout.yaxis.range[1] - layout.yaxis.range[0])
-    names = [each for each in layout.annotations if each.xref == "paper"]
-    assert [each.text for each in names] == ["fp32/fp64", "tf32", "bf16/fp16", "fp8/int8"]
-    heights_px = [power_px * each.y + each.yshift for each in names]
-    assert all(upper - lower >= names[0].font.size for lower, upper in itertools.pairwise(heights_px))
-    assert names[0].yshift == 0  # no name is close below it
+    roof_names = [annotation for annotation in layout.annotations if annotation.xref == "paper"]
+    assert [name.text for name in roof_names] == ["fp32/fp64", "tf32", "bf16/fp16", "fp8/int8"]
+    heights_px = [power_px * name.y + name.yshift for name in roof_names]
+    assert all(upper - lower >= roof_names[0].font.size for lower, upper in itertools.pairwise(heights_px))
+    assert roof_names[0].yshift == 0  # no name is close below it
 
 
 def test_names_from_traces_are_escaped_in_the_figure():
