@@ -85,7 +85,9 @@ class MetricsLog:
         for part in replaced:
             part.unlink()
         self._closed_count = len(log_parts.closed_parts(path.name, lambda name: path.with_name(name).exists()))
-        self._pending: deque[Mapping[str, Number]] = deque()
+        self._pending: deque[tuple[dict[str, Any], list[str]]] = (
+            deque()
+        )  # rows, and which of their values are not numbers
         self._collected: list[dict[str, float | None]] = []
         self._no_numbers: set[str] = set()
         self._written_s = time.monotonic()
@@ -93,14 +95,27 @@ class MetricsLog:
     def collect(self) -> None:
         """Collect earlier rows whose numbers are available. Functions among these may wait for the device."""
         while self._pending:
-            is_ready = all(value.ready for value in self._pending[0].values() if isinstance(value, Pending))
-            if not is_ready and len(self._pending) <= _MOST_PENDING:
-                return
+            if len(self._pending) <= _MOST_PENDING:
+                row, late_names = self._pending[0]
+                for name in late_names:
+                    value = row[name]
+                    if isinstance(value, Pending) and not value.ready:
+                        return
             self._collect_oldest()
 
     def add(self, row: Mapping[str, Number | torch.Tensor]) -> None:
         """Add a row. A tensor of one element is copied from its device; its value is read a step later."""
-        self._pending.append({name: _without_tensor(value) for name, value in row.items()})
+        values: dict[str, Any] = dict(row)
+        late_names = []
+        for name, value in values.items():
+            if value is None or type(value) is int or type(value) is float:
+                continue  # without a call: this code runs in each step, when the model has used the processor's caches
+            values[name] = _without_tensor(value)
+            late_names.append(name)
+        if late_names or self._pending:
+            self._pending.append((values, late_names))
+        else:
+            self._collected.append(values)
         if time.monotonic() - self._written_s > conventions.METRICS_WRITE_S:
             self._write()
 
@@ -119,7 +134,10 @@ class MetricsLog:
         os.close(null)
 
     def _collect_oldest(self) -> None:
-        self._collected.append({name: self._number(name, value) for name, value in self._pending.popleft().items()})
+        row, late_names = self._pending.popleft()
+        for name in late_names:
+            row[name] = self._number(name, row[name])
+        self._collected.append(row)
 
     def _number(self, name: str, value: Any) -> float | None:
         """Value of a metric; None if it cannot become a number: the first time for each name, stderr says so."""
@@ -247,7 +265,7 @@ class StepTimer:
         """Leave the current step out: nobody saw it begin."""
         self._began = None
 
-    def end(self) -> Pending | None:
+    def end(self) -> Pending | int | None:
         """Time of the step that ends now; None if it is unknown."""
         if self._began is None:
             return None
@@ -255,9 +273,9 @@ class StepTimer:
         took_ns = max(1, time.perf_counter_ns() - began_ns)
         ended = self._event() if began is not None else None
         if began is None or ended is None:
-            pending = Pending(None, lambda: took_ns)
-        else:
-            pending = Pending(ended, lambda: max(1, round(began.elapsed_time(ended) * 1e6)))
+            self.latest_ns = took_ns
+            return took_ns
+        pending = Pending(ended, lambda: max(1, round(began.elapsed_time(ended) * 1e6)))
         self._measured.append(pending)
         while self._measured and self._measured[0].ready:
             self.latest_ns = int(self._measured.popleft().value())

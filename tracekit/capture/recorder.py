@@ -125,7 +125,7 @@ class Recorder:
         self._upload = out if isinstance(out, RunUpload) else None
         self.folder = out.folder if isinstance(out, RunUpload) else Path(out)
         self.rank = this_rank() if rank is None else rank
-        self.step_time: Pending | None = None  # of the last step, in ns
+        self._step_time: Pending | int | None = None  # of the last step, in ns
         self._leads = self.rank == 0 if leads is None else leads
         self._manifest_fields = {**(manifest or {}), **({} if role is None else {"role": role})}
         self._world_size = world_size
@@ -153,6 +153,7 @@ class Recorder:
             parse_places(perturb), folder=self.folder, rank=self.rank, delay_ratio=perturb_ratio,
             ranks=delayed_ranks(self.world_size) if perturb_ranks is None else tuple(perturb_ranks),
         )  # fmt: skip
+        self._is_perturbed = self._perturbation.is_on
         self._collective_waits: CollectiveWaits | None = None
         self._explained_steps: deque[int] = deque()  # whose time says nothing: they save or are profiled
         self._operation_count = 0
@@ -168,7 +169,17 @@ class Recorder:
         self._began_wait_ns: int | None = None
         self._ended_wait_ns: int | None = None
         # The step's time, CPU time and end, if evaluation followed.
-        self._ended: tuple[Pending | None, int, int] | None = None
+        self._ended: tuple[Pending | int | None, int, int] | None = None
+        # Made once: each step enters them.
+        self._metrics_guard = self._guard("metrics are no longer recorded", self._drop_metrics)
+        self._attempts_guard = self._guard("attempts are no longer recorded", self._drop_attempts)
+        self._timer_guard = self._guard("the step's time is not recorded", self._timer.skip)
+
+    @property
+    def step_time(self) -> Pending | None:
+        """Time of the last step, in ns; None if it is unknown."""
+        took = self._step_time
+        return Pending(None, lambda: took) if isinstance(took, int) else took
 
     @property
     def world_size(self) -> int:
@@ -313,30 +324,32 @@ class Recorder:
         On a GPU the step's time is the device's, and a window begins once the device has done what is queued.
         """
         if self._metrics is not None:
-            with self._guard("metrics are no longer recorded", self._drop_metrics):
+            with self._metrics_guard:
                 self._metrics.collect()
         ended_ns = time.perf_counter_ns() if self._ended is None else self._ended[2]
         row = self._row(tokens)
-        row |= self._perturbation.end_step()
+        if self._is_perturbed:
+            row |= self._perturbation.end_step()
         if self._attempts is not None:
-            with self._guard("attempts are no longer recorded", self._drop_attempts):
+            with self._attempts_guard:
                 self._attempts.add_step(self._began_ns, ended_ns)
         if self._metrics is not None:
-            with self._guard("metrics are no longer recorded", self._drop_metrics):
+            with self._metrics_guard:
                 counters = self._device_metrics.take() if self._device_metrics is not None else {}
                 self._metrics.add({**row, **(metrics or {}), **allocator_counters(), **counters})
-        is_disturbed = self._profiler.disturbs_steps
-        if self._slow_steps is not None:
+        is_disturbed, is_quiet = False, self._is_quiet(last=last)
+        if not is_quiet:
+            is_disturbed = self._profiler.disturbs_steps
             self._note_explained_step(is_disturbed=is_disturbed)
-        self._profiler.end(self._step)
+            self._profiler.end(self._step)
         self._step += 1
-        if not last:
-            if self._requests is not None and self._requests.is_due and self._profiler.idle:
-                with self._guard("a requested window is not recorded"):
-                    self._poll_requests(self._requests)
-            self._profiler.begin(self._step)
-        is_disturbed |= self._profiler.disturbs_steps
-        self._perturbation.begin_step(self._step, is_disturbed=is_disturbed)
+        if not is_quiet:
+            if not last:
+                self._poll_requests()
+                self._profiler.begin(self._step)
+            is_disturbed |= self._profiler.disturbs_steps
+        if self._is_perturbed:
+            self._perturbation.begin_step(self._step, is_disturbed=is_disturbed)
         self._begin_step(wait_ns=None if is_disturbed else self._ended_wait_ns)
 
     def end_window(self, why: str) -> None:
@@ -345,7 +358,7 @@ class Recorder:
 
     def _begin_step(self, *, wait_ns: int | None = None) -> None:
         """Begin a step; `wait_ns` is what its thread has waited for a processor, None if that is to be read."""
-        with self._guard("the step's time is not recorded", self._timer.skip):
+        with self._timer_guard:
             self._timer.begin()
         self._began_ns = time.perf_counter_ns()
         self._began_cpu_ns = time.process_time_ns()
@@ -357,32 +370,43 @@ class Recorder:
             self._world_size = this_world_size()  # from the first step on it is final: to ask in each step takes longer
         took, ended_cpu_ns, _ = self._ended or (self._timer.end(), time.process_time_ns(), 0)
         self._ended_wait_ns = ended_wait_ns = self._processor_wait.read() if self._ended is None else None
-        self._ended, self.step_time = None, took
+        self._ended, self._step_time = None, took
         if took is not None:
             row[conventions.STEP_TIME_METRIC] = took
             row[conventions.CPU_TIME_METRIC] = ended_cpu_ns - self._began_cpu_ns
             if ended_wait_ns is not None and self._began_wait_ns is not None:
                 row[conventions.PROCESSOR_WAIT_METRIC] = ended_wait_ns - self._began_wait_ns
-            if tokens is not None:
+            if tokens is not None and isinstance(took, Pending):
                 for name in (conventions.TOKENS_METRIC, conventions.TOKENS_PER_GPU_METRIC):
-                    row[name] = took.map(functools.partial(_throughput, name, tokens, self.world_size))
+                    row[name] = took.map(functools.partial(_throughput, name, tokens, self._world_size))
+            if tokens is not None and not isinstance(took, Pending):
+                row |= conventions.throughput(tokens, took, ranks=self._world_size)
         if self._collective_waits is not None:
             row[conventions.COLLECTIVE_WAIT_METRIC] = self._collective_waits.take()
         if self._data_wait_ns is not None:
             row[conventions.DATA_WAIT_METRIC], self._data_wait_ns = self._data_wait_ns, 0
         return row
 
-    def _poll_requests(self, requests: WindowRequests) -> None:
-        slow_steps = self._slow_steps
-        # The last step may be a slow one, of which fewer would fit into the time until the window.
-        step_ns = self._timer.latest_ns if slow_steps is None else slow_steps.step_ns or self._timer.latest_ns
-        window = requests.poll(self._step, step_ns)
-        if window is not None and slow_steps is not None:
-            slow_steps.rest(window.end + REST_STEPS)
+    def _is_quiet(self, *, last: bool) -> bool:
+        """Whether neither the step that ends nor the next one has to do with a window or a save."""
+        is_due = self._requests is not None and self._requests.is_due
+        is_saving = Recording.begun_count != self._operation_count
+        return not (last or is_due or is_saving) and self._profiler.is_quiet(self._step + 1)
+
+    def _poll_requests(self) -> None:
+        requests, slow_steps = self._requests, self._slow_steps
+        if requests is None or not requests.is_due or not self._profiler.idle:
+            return
+        with self._guard("a requested window is not recorded"):
+            # The last step may be a slow one, of which fewer would fit into the time until the window.
+            step_ns = self._timer.latest_ns if slow_steps is None else slow_steps.step_ns or self._timer.latest_ns
+            window = requests.poll(self._step, step_ns)
+            if window is not None and slow_steps is not None:
+                slow_steps.rest(window.end + REST_STEPS)
 
     def _note_explained_step(self, *, is_disturbed: bool) -> None:
         operations = Recording.begun_count
-        if is_disturbed or operations != self._operation_count:
+        if self._slow_steps is not None and (is_disturbed or operations != self._operation_count):
             self._explained_steps.append(self._step)
         self._operation_count = operations
 

@@ -1,6 +1,7 @@
 """Profile windows of steps on one rank: warm-up, start, step marks, stop, and the files that are written."""
 
 import contextlib
+import math
 import os
 import queue
 import shutil
@@ -55,6 +56,7 @@ class WindowProfiler:
         self._window: Window | None = None
         self._failed_first_step = -1  # of the last window that could not be recorded
         self._is_in_window = False
+        self._quiet_until = -math.inf  # first step that is not quiet
 
     @property
     def idle(self) -> bool:
@@ -66,11 +68,20 @@ class WindowProfiler:
         """Whether a window makes this step slow: it is recorded on this rank or another, or its trace is written."""
         return self._is_in_window or self._writer.is_working
 
+    def is_quiet(self, step: int) -> bool:
+        """Whether nothing is to be done at the end of the step before `step`, nor when it begins.
+
+        A new request is not known here: call `begin` after it.
+        """
+        return step < self._quiet_until and not self._writer.is_working
+
     def begin(self, step: int) -> None:
         """Warm the profiler up, start it or mark the beginning step, whichever is due."""
         window = self._window or self._windows.upcoming(step)
-        self._is_in_window = window is not None and step >= window.first - self._options.warmup
-        if window is None or not self._is_in_window or window.first == self._failed_first_step:
+        begin = math.inf if window is None else window.first - self._options.warmup
+        self._is_in_window = step >= begin
+        self._quiet_until = -math.inf if self._is_in_window else begin
+        if window is None or step < begin or window.first == self._failed_first_step:
             return
         if not window.is_recorded:
             if step == window.end - 1:  # other ranks write the traces: the one that leads lists the window

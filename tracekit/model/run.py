@@ -128,8 +128,10 @@ class Run:
         measured in one pass. A function that is not decorated is taken for one of a trace.
         """
         if not isinstance(fact, Fact) or fact.scope is Scope.TRACE:
-            self.measure((cast("TraceFact", fact),))
-            return self._tables.get(fact)
+            of_trace = cast("TraceFact", fact)
+            if not self._tables.take(of_trace):
+                self.measure((of_trace,))
+            return self._tables.get(of_trace)
         table = self._tables.find(fact) if fact.is_cached else None
         if table is None:
             began_s = time.monotonic()

@@ -9,6 +9,7 @@ import polars as pl
 from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.compute import interrupted_python
 from tracekit.analysis.host import cpu_contention
+from tracekit.analysis.time import cpu_times
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
@@ -75,7 +76,7 @@ class OversubscribedHost(Rule):
         if loss is None:
             return
         is_stated = is_shared or (stated is not None and stated.is_oversubscribed)
-        times = loss.rows(run.table(cpu_contention.cpu_times))
+        times = loss.rows(run.table(cpu_times.cpu_times))
         if stated is not None and is_shared:
             why = f"{stated.ranks} ranks share {units.count(int(stated.cores), 'core')}"
             fix = (
@@ -126,8 +127,10 @@ class InterruptedPython(Rule):
 
     How it is measured: each pause of Python between two ops against the same pause in the other steps. Every step must
     lose a tenth of its time, of four steps or more, and half of all that is slower than at its fastest must be Python,
-    clearly more than Python has of the fastest steps: where threads lack a core, ops are slower, too. The message
-    quotes the median step of the worst rank.
+    clearly more than Python has of the fastest steps: where threads lack a core, ops are slower, too. By the metrics
+    log, ops may also wait for a processor while other threads of the process use it: that counts as well, and where
+    these threads are at work for a tenth of the median step, three of four steps that lose as much are enough. The
+    message quotes the median step of the worst rank.
 
     How to fix: move that work into a process (torch.multiprocessing, AsyncCheckpointerType.PROCESS, DataLoader workers
     instead of threads); let it release the GIL (NumPy, compression and file I/O on large buffers do).
@@ -147,18 +150,26 @@ class InterruptedPython(Rule):
         if loss is None:
             return
         rows = loss.rows(pauses).filter(pl.col("saved_ns") > 0)
+        waited_ns = int(rows["waited_ns"].sum())
+        longer_ns = int(rows["saved_ns"].sum()) - waited_ns
+        pairs = units.count(rows.filter(pl.col("saved_ns") > pl.col("waited_ns")).height, "pair")
+        message = f"Python between {pairs} of ops takes {loss} longer than in the fastest step, at other places in each"
+        message += " step, while the ops themselves are hardly slower: another thread of the process holds the "
+        message += "interpreter (GIL)."
+        if waited_ns:
+            message = f"Other threads of the process take {loss}: Python between {pairs} of ops takes "
+            message += f"{units.duration(longer_ns)} longer than in the fastest step, at other places in each step (a "
+            message += f"thread holds the interpreter, GIL), and ops wait {units.duration(waited_ns)} for a processor."
         yield loss.finding(
             self,
             Severity.WARNING,
-            f"Python between {rows.height:,} pairs of ops takes {loss} longer than in the fastest step, at other "
-            "places in each step, while the ops themselves are hardly slower: another thread of the process holds the "
-            "interpreter (GIL).",
+            message,
             "Find the thread (py-spy dump --pid PID) and move its work into a process, or into calls that release the "
             "GIL: background saves with AsyncCheckpointerType.PROCESS, loading and metrics in worker processes.",
             confidence=0.8,
             what_if=WhatIf(INTERRUPTED_PYTHON),
             evidence=quoted_step.evidence(rows, loss.row, "saved_ns").select(
-                "window", "rank", "step", "name", "start_ns", "dur_ns", "saved_ns"
+                "window", "rank", "step", "name", "start_ns", "dur_ns", "waited_ns", "saved_ns"
             ),
             claim=f"Other threads interrupt the Python of rank {loss.row['rank']} in every step",
         )

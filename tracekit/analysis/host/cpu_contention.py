@@ -8,8 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from tracekit import conventions
-from tracekit.analysis.time import trace_columns
+from tracekit.analysis.time import cpu_times, trace_columns
 from tracekit.model import columns, schema
 from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.manifest import Manifest
@@ -17,7 +16,6 @@ from tracekit.model.run import Run
 from tracekit.model.trace import Trace, TraceFact
 
 OP_COLUMNS = schema.columns("step device activity_id name start_ns dur_ns excess_ns regular_ns")
-CPU_COLUMNS = schema.columns("step wall_ns cpu_ns processor_wait_ns")
 _MIN_CALLS = 4  # of fewer identical ops, the fastest may be slow too
 _MIN_REGULAR_RATIO = 0.3
 """Where other processes interrupt, few calls have most of the excess: 0.02 to 0.16 of it in the median call, over 40
@@ -56,24 +54,7 @@ def op_excess(trace: Trace) -> pl.DataFrame:
     )
 
 
-@trace_fact
-def cpu_times(trace: Trace) -> pl.DataFrame:
-    """Time of each profiled step, CPU time of the process in it, and its thread's wait for a processor (or null).
-
-    By the metrics log. Columns CPU_COLUMNS.
-    """
-    names = {
-        conventions.STEP_TIME_METRIC: "wall_ns",
-        conventions.CPU_TIME_METRIC: "cpu_ns",
-        conventions.PROCESSOR_WAIT_METRIC: "processor_wait_ns",
-    }
-    rows = trace.metrics.filter(pl.col("name").is_in(list(names)), pl.col("step").is_in(trace.steps["step"].implode()))
-    sums = rows.group_by("step", "name").agg(pl.col("value").last().round().cast(pl.Int64))
-    parts = [sums.filter(name=name).select("step", pl.col("value").alias(column)) for name, column in names.items()]
-    return schema.conform(parts[0].join(parts[1], on="step").join(parts[2], on="step", how="left"), CPU_COLUMNS)
-
-
-FACTS: tuple[TraceFact, ...] = (op_excess, cpu_times)
+FACTS: tuple[TraceFact, ...] = (op_excess, cpu_times.cpu_times)
 
 
 @dataclass(frozen=True)
@@ -119,7 +100,7 @@ def contended_ops(run: Run) -> pl.DataFrame:
     """
     ops = run.table(op_excess)
     of_rank = ("window", "rank")
-    times = run.table(cpu_times)
+    times = run.table(cpu_times.cpu_times)
     logged = ops.join(times.select(*of_rank, "step"), on=[*of_rank, "step"], how="semi")
     computed = logged.group_by(of_rank).agg(pl.col("dur_ns").sum().alias("logged_ns"))
     waited_ns = pl.when(pl.col("processor_wait_ns").null_count() == 0).then(pl.col("processor_wait_ns").sum())
@@ -187,10 +168,10 @@ def turns(run: Run, stated: Processors) -> pl.DataFrame:
     step = ["window", "step"]
     used_ns = pl.col("cpu_ns").mean() * stated.ranks
     needs = (
-        run.table(cpu_times)
+        run.table(cpu_times.cpu_times)
         .group_by(step)
         .agg(pl.col("cpu_ns").max().alias("busiest_ns"), used_ns.alias("used_ns"), pl.col("wall_ns").median())
     )
     unused_ns = (pl.col("wall_ns") - pl.col("used_ns") / stated.cores).clip(0)
     lost_ns = (pl.col("wall_ns") - pl.col("busiest_ns") - unused_ns).clip(0).cast(pl.Int64)
-    return run.table(cpu_times).select("rank", *step).join(needs.select(*step, turns_ns=lost_ns), on=step)
+    return run.table(cpu_times.cpu_times).select("rank", *step).join(needs.select(*step, turns_ns=lost_ns), on=step)

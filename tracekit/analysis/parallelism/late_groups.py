@@ -1,6 +1,7 @@
 """Groups of ranks that arrive late together, such as those of one node."""
 
 import statistics
+from collections.abc import Sequence
 
 import polars as pl
 
@@ -54,7 +55,7 @@ def groups(run: Run) -> pl.DataFrame:
     joint: list[list[int]] = (
         totals.sort("longest_ns", "late", descending=[True, False])["late"].head(_CANDIDATES).to_list()
     )
-    parallel = _in_parallel_groups(run, waits)
+    parallel = _in_parallel_groups(waits, rank_places.places(run))
     late_sets = [ranks for ranks in joint if _is_late_together(arrivals, ranks)]
     late_sets += [ranks for ranks in [*joint, *parallel] if _is_late_in_parallel(arrivals, waits, ranks)]
     late_sets += [ranks for ranks in parallel if _is_not_waiting(waits, ranks) and _is_late_together(arrivals, ranks)]
@@ -175,12 +176,12 @@ def _computing_longer(run: Run, group: list[int], behind_ns: dict[int, int]) -> 
     return longer
 
 
-def _in_parallel_groups(run: Run, waits: dict[int, int]) -> list[list[int]]:
+def _in_parallel_groups(waits: dict[int, int], places: Sequence[rank_places.Place]) -> list[list[int]]:
     """Return the sets of ranks that may each be late in process groups of their own, each once.
 
     Those that wait least, and those that share a place: no single collective shows them together.
     """
-    of_places = (list(place.ranks) for place in rank_places.places(run))
+    of_places = (list(place.ranks) for place in places)
     # The ranks that wait least, each time before one of the largest differences between ranks.
     ranking = sorted(waits, key=lambda rank: (waits[rank], rank))
     pauses = {size: waits[ranking[size]] - waits[ranking[size - 1]] for size in range(2, len(ranking) // 2 + 1)}

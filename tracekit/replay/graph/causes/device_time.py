@@ -201,8 +201,9 @@ INTERRUPTED_PYTHON = Cause(
     codes=("HOST008",), kind=Kind.HOST,
     transform=partial(without_avoidable_time, cause=avoidable_time.INTERRUPTION), place=10, confidence=0.8,
     pricing=Pricing.SOURCE,
-    summary="Python between ops takes as long in each step as in the fastest",
-    basis="pauses between the same ops of a CPU run, where every step loses a tenth of its time to longer ones",
+    summary="Python between ops takes as long in each step as in the fastest, and other threads take no processor",
+    basis="pauses between the same ops of a CPU run, where every step loses a tenth of its time to longer ones; waits "
+    "of its ops for a processor that other threads of the process use",
 )  # fmt: skip
 
 
