@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
@@ -169,6 +170,30 @@ def test_only_runs_below_the_roots_are_read(tmp_path: Path) -> None:
         roots.path("runs/files")
     with pytest.raises(InputError, match="no such file"):
         Roots([tmp_path / "absent"])
+
+
+@asking(RECORDINGS)
+async def each_role_waits_for_the_other(ask: Ask) -> None:
+    rows = {row["run"]: row for row in (await ask("list_runs"))["runs"]}
+    for role, other in (("trainer", "rollout"), ("rollout", "trainer")):
+        run = f"recordings/roles/{role}"
+        assert rows[run]["role"] == quoting.quote(role)
+        sentences = {finding["rule"]: finding["sentence"] for finding in (await ask("check", run=run))["findings"]}
+        assert f"{role} waits for {other}" in sentences["waiting-role"]
+
+
+def test_each_role_of_a_job_is_a_run_that_knows_the_others(tmp_path: Path) -> None:
+    each_role_waits_for_the_other()
+    outside = shutil.copytree(RECORDINGS / "roles", tmp_path / "outside")
+    job = tmp_path / "runs" / "job"
+    shutil.copytree(RECORDINGS / "roles" / "trainer", job / "trainer")
+    (job / "rollout").symlink_to(outside / "rollout")
+    roots = Roots([tmp_path / "runs"])
+    path = roots.path("runs/job/trainer")
+    assert roots.job(path) == (path, None)  # a role that lies outside of the roots is not read
+    inside = Roots([tmp_path])
+    assert inside.job(path) == (str(job), "trainer")
+    assert Roots([job / "trainer"]).job(path) == (path, None)
 
 
 @asking(SAMPLES / "faults")

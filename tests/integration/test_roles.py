@@ -59,6 +59,12 @@ def test_one_finding_of_each_role_names_the_other(run):
         assert [other.consequence_of for other in on_host] == ["ROLE001"] * len(on_host)
 
 
+def test_a_run_is_compared_with_the_same_role_of_a_path(run):
+    for role_run in run.roles.values():
+        compared = role_run.compare(RECORDING).compared
+        assert {change.change for change in compared.changes if change.change is not None} == {0.0}
+
+
 def test_names_only_label(tmp_path):
     for number, file in enumerate(sorted(RECORDING.rglob("*.json.gz"))):
         shutil.copy(file, tmp_path / f"{'gen' if file.parent.name == 'rollout' else 'learn'}-{number}.pt.trace.json.gz")

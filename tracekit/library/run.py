@@ -88,7 +88,8 @@ class Run(model.Run):
     ) -> "Comparison | SizeComparison | StepComparison":
         """Whether this run is better or worse than another one, the reference: verdicts with 99% intervals.
 
-        Of a run on another number of GPUs or nodes, or with another batch: throughput, efficiency, and what grew.
+        Of a run on another number of GPUs or nodes, or with another batch: throughput, efficiency, and what grew. Of a
+        path with several roles, the run with the role of this one is loaded.
 
         Args:
             other: A run, or the path of one, of a saved JSON report or of a baseline.
@@ -97,7 +98,8 @@ class Run(model.Run):
         """
         from tracekit.library import comparison
 
-        reference = other if isinstance(other, model.Run) else comparison.saved_samples(Path(other)) or load(other)
+        reference = other if isinstance(other, model.Run) else comparison.saved_samples(Path(other))
+        reference = reference or load(other, role=self.role or None)
         if not by:
             return comparison.compare(reference, self, allow_different=allow_different)
         keys = (by,) if isinstance(by, str) else tuple(by)

@@ -22,27 +22,27 @@ from tracekit.simulate.job import Job
 STEPS = 2
 
 
-def recorded(of: Job, out: Path) -> Run:
-    written(of, out)
+def recorded(simulated_job: Job, out: Path) -> Run:
+    written(simulated_job, out)
     return tracekit.load(str(out), cache=False)
 
 
 @pytest.fixture(scope="module")
 def two_nodes(tmp_path_factory) -> tuple[Job, Run]:
-    of = job("fsdp2", layers=2, gpus=16, ranks_written=16, steps=STEPS)
-    of = replace(of, hardware=replace(of.hardware, jitter_ratio=0.02))
-    return of, recorded(of, tmp_path_factory.mktemp("two_nodes"))
+    simulated_job = job("fsdp2", layers=2, gpus=16, ranks_written=16, steps=STEPS)
+    simulated_job = replace(simulated_job, hardware=replace(simulated_job.hardware, jitter_ratio=0.02))
+    return simulated_job, recorded(simulated_job, tmp_path_factory.mktemp("two_nodes"))
 
 
 @pytest.mark.parametrize("gpus", [8, 64])
 def test_the_step_of_another_size_is_that_of_its_simulation(two_nodes, gpus: int) -> None:
-    of, run = two_nodes
-    network = Network(bytes_per_s=of.hardware.node_bytes_per_s)
+    simulated_job, run = two_nodes
+    network = Network(bytes_per_s=simulated_job.hardware.node_bytes_per_s)
     prediction = larger_jobs.predict(run, gpus, network)
     if gpus == 8:  # the links across nodes stay: this is not the simulation of one node
         assert prediction.predicted_ns < prediction.step_ns
         return
-    true_ns = engine.simulate(replace(of, gpus=gpus, ranks_written=gpus)).total_ns / STEPS
+    true_ns = engine.simulate(replace(simulated_job, gpus=gpus, ranks_written=gpus)).total_ns / STEPS
     assert prediction.predicted_ns == pytest.approx(true_ns, rel=0.05)
     low_ns, high_ns = prediction.range_ns
     assert low_ns < true_ns < high_ns
@@ -58,14 +58,14 @@ def test_the_recorded_size_is_the_unchanged_replay(two_nodes) -> None:
 
 
 def test_a_job_that_leaves_its_node_needs_the_bandwidth_between_nodes(tmp_path: Path) -> None:
-    of = job("ddp", layers=2, gpus=8, ranks_written=8, steps=STEPS)
-    run = recorded(of, tmp_path)
+    simulated_job = job("ddp", layers=2, gpus=8, ranks_written=8, steps=STEPS)
+    run = recorded(simulated_job, tmp_path)
     with pytest.raises(InputError, match="--network-bandwidth"):
         larger_jobs.predict(run, 32)
-    machine = of.hardware
+    machine = simulated_job.hardware
     network = Network(8, machine.network_bytes_per_s, 1e9 * machine.network_hop_s)
     prediction = larger_jobs.predict(run, 32, network)
-    true_ns = engine.simulate(replace(of, gpus=32, ranks_written=32)).total_ns / STEPS
+    true_ns = engine.simulate(replace(simulated_job, gpus=32, ranks_written=32)).total_ns / STEPS
     assert prediction.predicted_ns == pytest.approx(true_ns, rel=0.05)
     trees = larger_jobs.predict(run, 32, replace(network, has_trees=True))
     assert trees.predicted_ns < prediction.predicted_ns  # less latency
@@ -73,9 +73,9 @@ def test_a_job_that_leaves_its_node_needs_the_bandwidth_between_nodes(tmp_path: 
 
 @pytest.mark.accuracy  # replicas of a pipeline grow in the next test
 def test_shards_within_nodes_stay_and_only_replicas_grow(tmp_path: Path) -> None:
-    of = job("hsdp", layers=2, gpus=16, ranks_written=16, steps=STEPS)
-    prediction = larger_jobs.predict(recorded(of, tmp_path), 64)
-    true_ns = engine.simulate(replace(of, gpus=64, ranks_written=64)).total_ns / STEPS
+    simulated_job = job("hsdp", layers=2, gpus=16, ranks_written=16, steps=STEPS)
+    prediction = larger_jobs.predict(recorded(simulated_job, tmp_path), 64)
+    true_ns = engine.simulate(replace(simulated_job, gpus=64, ranks_written=64)).total_ns / STEPS
     assert prediction.predicted_ns == pytest.approx(true_ns, rel=0.05)
 
 
@@ -98,12 +98,14 @@ def test_pipelines_grow_by_replicas_of_the_model(tmp_path: Path) -> None:
     ids=str,
 )
 def test_groups_that_leave_their_node_get_their_share_of_the_network(sizes: dict, tmp_path: Path) -> None:
-    of = pipelined(8, steps=1, **sizes)
+    simulated_job = pipelined(8, steps=1, **sizes)
     # A network so slow that what crosses it decides.
-    machine = replace(of.hardware, network_bytes_per_s=of.hardware.node_bytes_per_s / 8, network_hop_s=20e-6)
-    of = replace(of, hardware=machine)
+    machine = replace(
+        simulated_job.hardware, network_bytes_per_s=simulated_job.hardware.node_bytes_per_s / 8, network_hop_s=20e-6
+    )
+    simulated_job = replace(simulated_job, hardware=machine)
     network = Network(8, machine.network_bytes_per_s, 1e9 * machine.network_hop_s)
-    run = recorded(of, tmp_path)
+    run = recorded(simulated_job, tmp_path)
     prediction = larger_jobs.predict(run, 32, network)
     wide = replace(pipelined(32, steps=1, **sizes), hardware=machine)
     assert prediction.predicted_ns == pytest.approx(engine.simulate(wide).total_ns, rel=0.05)
@@ -113,12 +115,12 @@ def test_groups_that_leave_their_node_get_their_share_of_the_network(sizes: dict
 
 
 def test_a_latency_that_large_messages_hide_is_not_fitted(tmp_path: Path) -> None:
-    of = job("fsdp2", layers=2, gpus=16, ranks_written=16, steps=STEPS)
-    of = replace(of, hardware=replace(of.hardware, jitter_ratio=0.05))
-    (row,) = recorded(of, tmp_path).table(latency.by_group).iter_rows(named=True)
+    simulated_job = job("fsdp2", layers=2, gpus=16, ranks_written=16, steps=STEPS)
+    simulated_job = replace(simulated_job, hardware=replace(simulated_job.hardware, jitter_ratio=0.05))
+    (row,) = recorded(simulated_job, tmp_path).table(latency.by_group).iter_rows(named=True)
     assert row["is_fitted"]
     assert row["hop_sensitivity"] > 3
-    groups = larger_jobs._sized_groups(recorded(of, tmp_path / "again"), 16, 16)
+    groups = larger_jobs._sized_groups(recorded(simulated_job, tmp_path / "again"), 16, 16)
     assert [(group.hop_ns, group.bytes_per_ns) for group in groups] == [(None, None)]
 
 

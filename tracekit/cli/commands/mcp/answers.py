@@ -95,6 +95,7 @@ class Answers:
                 "model": quote(stated.model.name) if stated.model.name else None,
                 "strategy": quote_all(stated.strategy),
                 "world_size": stated.world_size,
+                "role": quote(stated.role) if stated.role else None,
                 "is_simulated": stated.simulated,
                 "is_checked": checked is not None,
             }
@@ -313,11 +314,12 @@ class Answers:
 
     def _open_run(self, name: str) -> _OpenRun:
         path = self._roots.path(name)
-        states = report_cache.run_states(path)
+        job, role = self._roots.job(path)
+        states = report_cache.run_states(job)
         stamp = states.stamp if states else ""
         opened = self._open.pop(path, None)
         if opened is None or opened.stamp != stamp:
-            opened = _OpenRun(library.load(path, cache=self._cache), stamp)
+            opened = _OpenRun(library.load(job, cache=self._cache, role=role), stamp)
         self._open[path] = opened
         while len(self._open) > _MAX_OPEN:
             self._open.popitem(last=False)

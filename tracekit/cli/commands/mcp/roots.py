@@ -48,6 +48,14 @@ class Roots:
             raise InputError(f"{name}: {linked} links out of the folders of this server, so it is not read")
         return str(runs[name])
 
+    def job(self, path: str) -> tuple[str, str | None]:
+        """What to load for a run: its job's folder and its role there, where runs beside it state other roles."""
+        folder, role = Path(path).parent, manifest(Path(path)).role
+        if role is None or not self._contains(folder) or self.link_outside(folder):
+            return path, None
+        stated = {manifest(other).role for other in _folders(folder) if self._contains(other)}
+        return (str(folder), role) if stated - {None, role} else (path, None)
+
     def link_outside(self, path: Path) -> str:
         """The first file of a run that links out of all roots; "" without one."""
         states = report_cache.run_states(str(path))
