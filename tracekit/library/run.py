@@ -98,8 +98,11 @@ class Run(model.Run):
         """
         from tracekit.library import comparison
 
-        reference = other if isinstance(other, model.Run) else comparison.saved_samples(Path(other))
-        reference = reference or load(other, role=self.role or None)
+        reference = (
+            other
+            if isinstance(other, model.Run)
+            else comparison.saved_samples(Path(other)) or load(other, role=self.role or None)
+        )
         if not by:
             return comparison.compare(reference, self, allow_different=allow_different)
         keys = (by,) if isinstance(by, str) else tuple(by)

@@ -7,6 +7,8 @@ import tracekit
 from tests.support import rule_examples
 from tests.support.rule_examples import GIB
 from tracekit.analysis.time import backward_passes
+from tracekit.replay.graph import savings, strategies
+from tracekit.replay.graph.causes.device_time import RECOMPUTATION
 from tracekit.rules.engine import check
 from tracekit.rules.memory_reuse import NeedlessRecomputation
 
@@ -91,3 +93,29 @@ def test_both_variants_of_checkpointing_are_recognized_in_recordings_by_layer(re
 
 def test_without_checkpointing_nothing_runs_again(recorded):
     assert backward_passes.recomputed_activities(tracekit.load(recorded["none"], cache=False).trace(0)).is_empty()
+
+
+@pytest.mark.parametrize("name", ["reentrant", "other"])
+def test_replays_of_a_cpu_run_leave_out_what_runs_again_and_the_pauses_before_it(recorded, name):
+    run = tracekit.load(recorded[name], cache=False)
+    trace = run.trace(0)
+    again = backward_passes.recomputed_activities(trace)
+    calls = trace.activities.filter(pl.col("step").is_not_null()).sort("start_ns")
+    end_ns = pl.col("start_ns") + pl.col("dur_ns")
+    since_ns = (end_ns - end_ns.shift(1)).alias("since_ns")  # no op of this run contains another one
+    taken = calls.with_columns(since_ns).filter(pl.col("id").is_in(again["id"].implode()))
+    saving = savings.saving(run, RECOMPUTATION.name)
+    assert saving.saved_ns == pytest.approx(taken["since_ns"].sum() / 2, rel=0.02)
+    # In backward the last checkpointed layer runs again first.
+    regions = again.group_by("step", "region").agg(pl.col("start_ns").min(), pl.col("id")).sort("start_ns")
+    firsts = regions.group_by("step").agg(pl.col("id").first()).explode("id")
+    fewer = strategies.predict_less_recomputation(run, 1)
+    first_ns = taken.filter(pl.col("id").is_in(firsts["id"].implode()))["since_ns"].sum() / 2
+    assert fewer.step_ns - fewer.predicted_ns == pytest.approx(first_ns, rel=0.05)
+    assert 0 < first_ns < taken["since_ns"].sum() / 2
+
+
+def test_a_run_that_recomputes_nothing_has_no_such_saving(recorded):
+    saving = savings.saving(tracekit.load(recorded["none"], cache=False), RECOMPUTATION.name)
+    assert saving.saved_ns == 0
+    assert saving.unavailable_reason

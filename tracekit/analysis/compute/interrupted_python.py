@@ -79,12 +79,13 @@ def _thread_times(trace: Trace, excess: pl.DataFrame) -> pl.DataFrame:
     """CPU time of the process's other threads, and the training's wait for a processor, by the metrics log.
 
     Columns step, others_ns, processor_wait_ns. The training's thread ran for at most the step without its waits for a
-    processor and for the interpreter.
+    processor, for collectives and for the interpreter.
     """
     pauses = excess.group_by("step").agg(pl.col("saved_ns").sum())
-    times = cpu_times.cpu_times(trace).drop_nulls().join(pauses, on="step")
-    others_ns = pl.col("cpu_ns") - (pl.col("wall_ns") - pl.col("processor_wait_ns") - pl.col("saved_ns"))
-    return times.select("step", "processor_wait_ns", others_ns=others_ns.clip(0))
+    times = cpu_times.cpu_times(trace).drop_nulls("processor_wait_ns").join(pauses, on="step")
+    waits_ns = pl.sum_horizontal("processor_wait_ns", "collective_wait_ns", "saved_ns")
+    others_ns = (pl.col("cpu_ns") - (pl.col("wall_ns") - waits_ns).clip(0)).clip(0)
+    return times.select("step", "processor_wait_ns", others_ns=others_ns)
 
 
 def _lost(steps: pl.DataFrame, excess: pl.DataFrame, waits: pl.DataFrame, times: pl.DataFrame) -> pl.DataFrame:

@@ -192,6 +192,12 @@ def recomputed_activities(trace: Trace) -> pl.DataFrame:
     )
 
 
+def recomputed_ids(trace: Trace) -> Ints:
+    """Ids of `recomputed_activities`, shape (activities,)."""
+    again = recomputed_activities(trace)
+    return again["id"].to_numpy() if again.height else np.empty(0, np.int64)
+
+
 def _rows_of_passes(starts: pl.DataFrame, rows: pl.DataFrame, at_ns: Ints) -> Ints:
     """Row in `starts` of the backward pass of each row's device and step that began last; -1 for none."""
     key, row_key = _places(starts, rows)

@@ -7,7 +7,7 @@ import polars as pl
 
 from tracekit.analysis.compute import avoidable_time
 from tracekit.analysis.parallelism import pipeline_actions
-from tracekit.analysis.time import host_state, trace_columns
+from tracekit.analysis.time import backward_passes, host_state, trace_columns
 from tracekit.model import sweep_line
 from tracekit.model.columns import flags, ids, rows_of
 from tracekit.model.sweep_line import NEVER, Flags, Ints
@@ -156,6 +156,7 @@ def build(trace: Trace) -> tuple[pl.DataFrame, pl.DataFrame]:
     avoidable = avoidable_time.avoidable(trace).select(ref="activity_id", avoidable_ns="saved_ns", avoidable_by="cause")
     host = host.join(avoidable, on="ref", how="left", maintain_order="left")
     nodes = host.with_columns(
+        pl.Series("recomputed", np.isin(ids(host["ref"]), backward_passes.recomputed_ids(trace))),
         pl.Series("chain", np.arange(first_call, dtype=np.int64) - 1),
         pl.Series("chain_ns", gap_ns.sum(axis=1)),
         pl.Series("own_ns", own_ns),

@@ -276,8 +276,9 @@ def _fewer(graph: Graph, layers: int) -> Graph:
     place = ["rank", "lane", "step"]
     begins = pl.col("again") & ~pl.col("again").shift(1, fill_value=False).over(place)
     region = work.with_columns(begins.cast(pl.Int64).cum_sum().over(place).alias("region"))
-    first = region.filter("again", pl.col("region") <= layers)["at"].to_numpy()
-    return graph.with_durations(first, 0)
+    fewer = np.zeros(graph.count, bool)
+    fewer[region.filter("again", pl.col("region") <= layers)["at"].to_numpy()] = True
+    return device_time.without_recomputed(graph, fewer)
 
 
 def _sharding(graph: Graph) -> pl.DataFrame:

@@ -281,8 +281,6 @@ def _device_nodes(trace: Trace, items: pl.DataFrame, first_item: int, *, launch:
     is_free = is_wait | (chain < 0) | is_wait[np.maximum(chain, 0)]
     gap_ns = items["start_ns"].to_numpy() - items["end_ns"].to_numpy()[chain]  # as recorded
     least_gap_ns = np.where((gap_ns > 0) & (gap_ns < KERNEL_GAP_NS), gap_ns, KERNEL_GAP_NS)
-    again = backward_passes.recomputed_activities(trace)
-    recomputed = again["id"].to_numpy() if again.height else np.empty(0, np.int64)
     duration_ns = items["end_ns"].to_numpy() - items["start_ns"].to_numpy()
     recorded = items.select(
         "ref", "device", "lane", "kind", "name", "step", "phase", "unit", "span", "start_ns", "end_ns"
@@ -298,7 +296,7 @@ def _device_nodes(trace: Trace, items: pl.DataFrame, first_item: int, *, launch:
         "slowed_ns": slowdowns(trace, items),
         **avoidable(trace, items),
         "own_ns": np.where(is_wait, 0, duration_ns),
-        "recomputed": ~is_wait & np.isin(items["ref"].to_numpy(), recomputed),
+        "recomputed": ~is_wait & np.isin(items["ref"].to_numpy(), backward_passes.recomputed_ids(trace)),
     }
     return recorded.with_columns(pl.Series(name, values) for name, values in columns.items())
 
