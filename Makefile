@@ -118,6 +118,7 @@ accuracy: $(VENV)/.test
 	@$(BIN)/python -m benchmarks.labelled_together --runs $(RUNS) --out docs/lab/whatif_together.md
 	@$(BIN)/python -m benchmarks.compare_verdicts --seeds 3 --out docs/lab/compare_verdicts.md
 	@$(BIN)/python -m benchmarks.constant_troubles --pairs 3 --out docs/lab/constant_troubles.md
+	@$(BIN)/python -m benchmarks.numeric_faults --seeds 2 --first-seed 11 --out docs/lab/gate_accuracy.md
 	@$(BIN)/python -m benchmarks.agent_questions --out docs/lab/agent_questions.md
 	@$(BIN)/python -m benchmarks.published_table --out docs/lab/published_table.md
 	@$(BIN)/python -m tests.fuzz --seconds 600

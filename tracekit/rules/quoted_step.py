@@ -25,9 +25,9 @@ def per_device(steps: pl.DataFrame, by: str) -> pl.DataFrame:
 
     `steps` has columns window, rank, step, device and `by`. Sorted by `by`, the highest first.
     """
-    ordered = steps.sort(by, "window", "step", maintain_order=True)
+    ordered = steps.lazy().sort(by, "window", "step", maintain_order=True)
     medians = ordered.group_by("rank", "device", maintain_order=True).agg(pl.all().get((pl.len() - 1) // 2))
-    return medians.select(steps.columns).sort(by, "rank", "device", descending=[True, False, False])
+    return medians.select(steps.columns).sort(by, "rank", "device", descending=[True, False, False]).collect()
 
 
 def worst(steps: pl.DataFrame, by: str) -> dict[str, Any] | None:
@@ -89,8 +89,8 @@ def by_step(run: Run, lost: pl.DataFrame, *, max_loss: pl.Expr | None = None) ->
     expression of the breakdown's columns, bounds the loss of a step: the most that the step can save.
     """
     names = [name for name in lost.columns if name.endswith("_ns") and name != "start_ns"]
-    sums = lost.group_by(KEY).agg(pl.col(names).sum())
-    steps = run.table(breakdown.by_step).filter(pl.col("duration_ns") > 0)
+    sums = lost.lazy().group_by(KEY).agg(pl.col(names).sum())
+    steps = run.table(breakdown.by_step).lazy().filter(pl.col("duration_ns") > 0)
     bound = pl.col("duration_ns") if max_loss is None else max_loss
     return (
         steps.with_columns(bound.clip(0).alias("_max_loss_ns"))
@@ -99,6 +99,7 @@ def by_step(run: Run, lost: pl.DataFrame, *, max_loss: pl.Expr | None = None) ->
         .with_columns(pl.min_horizontal(pl.col("lost_ns").clip(0), "_max_loss_ns").alias("lost_ns"))
         .with_columns((pl.col("lost_ns") / pl.col("duration_ns")).alias("lost_ratio"))
         .drop("_max_loss_ns")
+        .collect()
     )
 
 

@@ -40,6 +40,8 @@ class StalledSave(Rule):
         parts = run.table(stalls.dominant).filter(
             (pl.col("clock") == stalls.BLOCKED) & (pl.col("kind") == self.kind), pl.col("dur_ns") > 0
         )
+        if parts.is_empty():
+            return
         long = pl.col("blocked_ns") >= self.min_blocked_ms * 1_000_000
         costly = (pl.col("overhead_ratio") > self.max_overhead_ratio).fill_null(value=True)
         costly_saves = run.table(saves.by_save).filter(~pl.col("background"), long, costly)

@@ -35,9 +35,9 @@ class Thresholds:
 
 def findings(run: Run, rule: Thresholds) -> Iterator[Finding]:
     """Yield a finding for each link that is slow in most steps: the transfer between its two ranks ends late."""
-    links = _links(run)
-    if links.is_empty():
+    if run.table(expert_load.expert_pairs).is_empty():
         return
+    links = _links(run)
     step_count = links.select(_STEP).n_unique()
     slow = links.filter(pl.col("ratio") >= rule.min_slowdown)
     for (rank, peer), rows in slow.group_by(_LINK, maintain_order=True):

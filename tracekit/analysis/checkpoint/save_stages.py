@@ -183,7 +183,9 @@ def steps(run: Run) -> pl.DataFrame:
 
 def without_saves(run: Run, rows: pl.DataFrame) -> pl.DataFrame:
     """Rows (with columns window and step) of steps in which no rank saves."""
-    saving = run.table(save_spans).select("window", "step")
+    saving = run.table(save_spans)
+    if saving.is_empty():
+        return rows
     return rows.join(saving, on=["window", "step"], how="anti", nulls_equal=True, maintain_order="left")
 
 
@@ -208,11 +210,13 @@ def losses(run: Run, rows: pl.DataFrame, column: str) -> pl.DataFrame:
     steps = _times_without_saves(run)
     if rows.is_empty():
         return steps.with_columns(lost_ns=pl.lit(0, rows.schema[column]), lost_ratio=pl.lit(0.0))
-    sums = rows.group_by(PLACE).agg(pl.col(column).sum().alias("lost_ns"))
+    sums = rows.lazy().group_by(PLACE).agg(pl.col(column).sum().alias("lost_ns"))
     return (
-        steps.join(sums, on=PLACE, how="left", nulls_equal=True, maintain_order="left")
+        steps.lazy()
+        .join(sums, on=PLACE, how="left", nulls_equal=True, maintain_order="left")
         .with_columns(pl.col("lost_ns").fill_null(0))
         .with_columns((pl.col("lost_ns") / pl.col("duration_ns")).alias("lost_ratio"))
+        .collect()
     )
 
 

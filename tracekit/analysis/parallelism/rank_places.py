@@ -16,6 +16,7 @@ from tracekit.conventions.strategies import JOINT, PP, axis_of_description
 from tracekit.model import rank_lists
 from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.manifest import MAX_RANKS
+from tracekit.model.memoize import memoize
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace, TraceFact
 
@@ -90,6 +91,7 @@ FACTS: tuple[TraceFact, ...] = (rank_hosts, rank_groups)
 """The facts that the functions of this module read."""
 
 
+@memoize
 def process_groups(run: Run) -> pl.DataFrame:
     """Return the distinct process groups with several ranks. Columns description, ranks (a list); sorted by both."""
     groups = run.table(rank_groups).select("description", "ranks").unique()

@@ -115,7 +115,8 @@ class Graph:
     @property
     def on_device(self) -> bool:
         """Return whether the run was on devices, not on the CPU."""
-        return bool(self.frame["device"].is_not_null().any())
+        devices = self.frame["device"]
+        return devices.null_count() < len(devices)
 
     def column(self, name: str) -> Any:
         """Return a column of the ranks' nodes as an array."""

@@ -377,7 +377,8 @@ class _StepGroups:
 
     def total_ns(self, duration_ns: pl.Series) -> int:
         """Total duration of all windows in ns, each on its slowest rank, as `total_ns` returns it."""
-        per_rank = np.add.reduceat(duration_ns.fill_null(0).to_numpy(), self.first_row)
+        known_ns = duration_ns.fill_null(0) if duration_ns.null_count() else duration_ns
+        per_rank = np.add.reduceat(known_ns.to_numpy(), self.first_row)
         return int(np.maximum.reduceat(per_rank, self.first_group).sum())
 
 
