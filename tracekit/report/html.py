@@ -133,7 +133,7 @@ def _report_page(
 def _mean_steps(names: Sequence[str], runs: Sequence[Run]) -> Mapping[str, RunFigure]:
     steps = {name: run.table(breakdown.by_step) for name, run in zip(names, runs, strict=True)}
     tables = {name: table for name, table in steps.items() if table.height}
-    caption = "Mean time of a step over all ranks and steps of a run, in ms."
+    caption = "Mean time of a step over all ranks and steps of a run."
     figure = charts.with_title(charts.comparison(tables), f"{', '.join(tables)} · Mean step")
     return {"comparison": RunFigure("Mean step", caption, figure)} if len(tables) > 1 else {}
 

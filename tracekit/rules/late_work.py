@@ -8,7 +8,7 @@ import polars as pl
 
 from tracekit.analysis.communication import communication_gap_causes as gap_causes
 from tracekit.analysis.compute.excess_time import EXTRA, KINDS, LARGER, LATE, LONGER, SLOWER, ExcessTime
-from tracekit.analysis.time import host_state
+from tracekit.analysis.time import breakdown, host_state
 from tracekit.model import kernel_names, units
 from tracekit.model.run import Run
 from tracekit.rules.advice import Advice, DeviceAdvice
@@ -191,14 +191,14 @@ def _slower(run: Run, excess: ExcessTime, rows: pl.DataFrame, subject: Subject) 
         claim = f"{subject.has} GPU runs nothing at times although work is queued"
         return claim, f"Find what else uses the GPU of {who} (nvidia-smi pmon; time slicing, MIG, another job)."
     if excess.is_uniform:
-        claim = f"All kernels of {who} take {excess.slowdown:.2f} times as long as on {subject.others}"
+        claim = f"All {_work(run)} of {who} take {excess.slowdown:.2f} times as long as on {subject.others}"
         return claim, SLOW_KERNELS.suited_to(run).format(ranks=who)
     kernel, top_ns, _ = _top(rows)
     if top_ns >= _MOST * excess.kinds[SLOWER]:
         ratio = _time_ratio(rows.filter(pl.col("kernel").eq_missing(kernel)))
         claim = f"{short_name(kernel)} takes {ratio} longer on {who} than on {subject.others}"
     else:
-        claim = f"Some kernels of {who} take longer than on {subject.others}"
+        claim = f"Some {_work(run)} of {who} take longer than on {subject.others}"
     return claim, _DIFFERENT_KERNELS.suited_to(run).format(ranks=who, others=subject.others)
 
 
@@ -222,10 +222,16 @@ def _late(run: Run, excess: ExcessTime, rows: pl.DataFrame, subject: Subject) ->
         claim = f"{subject.has} device is idle for longer than {_that_of(subject)}"
         return claim, UNKNOWN.suited_to(run).format(ranks=who)
     is_launching = detail == host_state.OP or detail not in _HOST_SPENDS_TIME
-    longer = "launches kernels late" if is_launching else f"spends longer {_HOST_SPENDS_TIME[detail]}"
+    launches = "launches kernels" if breakdown.is_on_device(run) else "calls operators"
+    longer = f"{launches} late" if is_launching else f"spends longer {_HOST_SPENDS_TIME[detail]}"
     claim = f"{subject.has} host {longer}"
     fixes = {host_state.COMPILE: FIX_COMPILATION, host_state.GARBAGE_COLLECTION: FIX_GARBAGE}
     return claim, fixes.get(detail, "")  # else SLOW_HOST, by what the run is
+
+
+def _work(run: Run) -> str:
+    """What a run consists of, in words: kernels of a device, or operators of the CPU."""
+    return "kernels" if breakdown.is_on_device(run) else "operators"
 
 
 def _that_of(subject: Subject) -> str:

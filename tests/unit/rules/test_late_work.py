@@ -171,3 +171,16 @@ def test_ranks_that_take_turns_within_a_step_say_for_what(
     assert uneven.message.count("is last at 6") == 3
     assert uneven.message.count("100 µs for") == 3
     assert uneven.impact == pytest.approx(0.3, abs=0.01)
+
+
+@needs_cases
+def test_late_ranks_of_a_cpu_run_have_operators_and_no_kernels() -> None:
+    (found, *_) = check(load(CASES / "oversub"), [Straggler(), OccasionalStraggler(), UnevenRanks()]).findings
+    assert "operators" in found.claim
+    assert "kernels" not in found.claim
+
+
+def test_the_host_of_a_cpu_run_calls_operators_late() -> None:
+    found = check(load(RECORDINGS / "host_phases"), RULES).findings
+    assert any("calls operators late" in finding.claim for finding in found)
+    assert not any("kernels" in finding.claim for finding in found)
