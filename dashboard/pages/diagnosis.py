@@ -26,7 +26,7 @@ def show(run: OpenRun) -> None:
     widgets.html(html_fragments.data_quality(list(quality.values())))
     if st.toggle("What the trust in the data rests on", key=bind_flag(TRUST)):
         data_trust.show(run)
-    widgets.html(html_fragments.numbers(html_fragments.headline_numbers(run.run)))
+    widgets.html(html_fragments.numbers(run.result_of(html_fragments.headline_numbers)))
     what_if.bind_causes()
     _findings({key: finding for key, finding in by_key.items() if key not in quality}, run)
     if not run.table(tables.BREAKDOWN_BY_RANK).is_empty():

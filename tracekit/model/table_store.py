@@ -4,6 +4,7 @@ import os
 import re
 import sys
 import tempfile
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -57,6 +58,8 @@ class TableStore:
         """Parquet files of the facts whose tables are not in memory."""
         self._read: weakref.WeakValueDictionary[TraceFact, pl.DataFrame] = weakref.WeakValueDictionary()
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._part_count = 0
+        self._naming = threading.Lock()
         self._saved: SavedTables | None = None
         self.is_complete = True
         """Whether no trace was left out. If one was, nothing is saved: another process may be able to read it."""
@@ -116,10 +119,13 @@ class TableStore:
         return max(self._max_bytes - sum(int(table.estimated_size()) for table in tables), 0)
 
     def new_part(self) -> Path:
-        """Path of a new Parquet file, which is removed with these tables."""
-        if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="tracekit-facts-")
-        return Path(self._folder.name, f"{sum(1 for _ in Path(self._folder.name).iterdir()):06}.parquet")
+        """Path of a new Parquet file, which is removed with these tables; no two callers get the same path."""
+        # Two pages may read tables of one run at the same time, and a file is written after its path is chosen.
+        with self._naming:
+            if self._folder is None:
+                self._folder = tempfile.TemporaryDirectory(prefix="tracekit-facts-")
+            self._part_count += 1
+            return Path(self._folder.name, f"{self._part_count:06}.parquet")
 
     # Saved on disk
 

@@ -1,6 +1,7 @@
 """Tables of facts are the same in memory and in Parquet parts."""
 
 import inspect
+from concurrent.futures import ThreadPoolExecutor
 
 import polars as pl
 import pytest
@@ -74,6 +75,14 @@ def test_files_are_removed_with_the_tables():
     assert all(path.exists() for path in files)
     del tables
     assert not any(path.exists() for path in files)
+
+
+def test_a_file_that_is_not_written_yet_has_its_path_already():
+    tables = TableStore(0)
+    with ThreadPoolExecutor(4) as pool:  # pages of several people read tables of one run
+        paths = list(pool.map(lambda _: tables.new_part(), range(100)))
+    assert len(set(paths)) == 100
+    assert len({path.parent for path in paths}) == 1
 
 
 def test_a_table_from_files_is_read_again_only_when_nobody_uses_it():
