@@ -14,7 +14,7 @@ import hashlib
 import importlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -148,8 +148,8 @@ def get(key: str, path: str, settings: ReadSettings = NO_SETTINGS) -> Report | N
     stored = reports.get(key, lambda file: report_entry.read(file, run.reader, object_storage.shown(path)))
     if stored is None:
         return None
-    report, numbers = stored
-    report.run.use_cache(_MeasuredTables(reports, key, numbers, run.is_unchanged))
+    report, names = stored
+    report.run.use_cache(_MeasuredTables(reports, key, names, run.is_unchanged))
     return report
 
 
@@ -180,7 +180,7 @@ def store(
         if kernels.activity_count(report.run) <= MAX_ACTIVITIES:
             report.run.table(kernels.by_name)
         put(key, report, has_comparisons=has_comparisons)
-        report.run.use_cache(_MeasuredTables(DiskCache.of_user("reports"), key, {}, lazy_run.is_unchanged))
+        report.run.use_cache(_MeasuredTables(DiskCache.of_user("reports"), key, frozenset(), lazy_run.is_unchanged))
 
 
 def put(key: str, report: Report, *, has_comparisons: bool = True) -> None:
@@ -220,21 +220,21 @@ class _LazyRun:
 class _MeasuredTables:
     """The cache of tables of one run, by full name of the fact (`Run.use_cache`)."""
 
-    def __init__(self, reports: DiskCache, key: str, numbers: Mapping[str, int], is_unchanged: Callable[[], bool]):
-        """Read tables of the report `key`, whose entry has those of `numbers`, by name.
+    def __init__(self, reports: DiskCache, key: str, names: frozenset[str], is_unchanged: Callable[[], bool]):
+        """Read tables of the report `key`, whose entry has those of `names`.
 
         `is_unchanged` returns whether the files of the run are those that were checked.
         """
-        self._reports, self._key, self._numbers, self._is_unchanged = reports, key, numbers, is_unchanged
+        self._reports, self._key, self._names, self._is_unchanged = reports, key, names, is_unchanged
         self._later = DiskCache.of_user("tables")
 
     def get(self, name: str) -> pl.DataFrame | None:
         """Return the table of a name; None if it has to be measured."""
-        if name in self._numbers:
-            table = self._reports.get(self._key, partial(report_entry.read_fact, self._numbers[name]))
+        if name in self._names:
+            table = self._reports.get(self._key, partial(report_entry.read_fact, name))
             if table is not None:
                 return table
-        return self._later.get(self._key_of(name), partial(report_entry.read_fact, 0))
+        return self._later.get(self._key_of(name), report_entry.read_table)
 
     def put(self, name: str, table: pl.DataFrame, measured_s: float) -> None:
         """Store a table that took long to measure, unless it is large or files of the run have changed."""

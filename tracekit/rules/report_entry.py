@@ -45,7 +45,7 @@ MAX_BYTES = 64 << 20
 UNSERIALIZABLE = (TypeError, ValueError, pl.exceptions.PolarsError)
 """Errors for content of a manifest or a table that JSON or Arrow cannot represent."""
 _REPORT, _DATA_QUALITY = "report.json", "data_quality.arrow"
-_FACT, _PART = "fact{}.arrow", "part{}.parquet"
+_FACT, _PART, _TABLE = "fact {}.arrow", "part{}.parquet", "table.arrow"
 _MAX_LINE_BYTES = 1 << 16
 
 MAX_STEPS = 60
@@ -140,7 +140,7 @@ def _write_facts(tables: Mapping[str, pl.DataFrame], archive: zipfile.ZipFile) -
         left_bytes -= len(packed)
         if left_bytes < 0:
             break
-        archive.writestr(_FACT.format(len(names)), packed)
+        archive.writestr(_FACT.format(name), packed)
         names.append(name)
     return names
 
@@ -162,9 +162,9 @@ def _content(report: Report, fact_names: Sequence[str]) -> dict[str, Any]:
 
 
 def write_table(table: pl.DataFrame, file: BinaryIO) -> None:
-    """Write an entry with a single table, which `read_fact` reads as number 0."""
+    """Write an entry with a single table."""
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-        archive.writestr(_FACT.format(0), _pack(table))
+        archive.writestr(_TABLE, _pack(table))
 
 
 def write_parts(parts: Sequence[Path], file: BinaryIO) -> None:
@@ -194,8 +194,8 @@ def read_summary(file: BinaryIO) -> Summary:
     return msgspec.convert(json.loads(line), Summary)
 
 
-def read(file: BinaryIO, reader: Reader, path: str) -> tuple[Report, Mapping[str, int]]:
-    """Return the report of an entry, and the numbers of its facts by name. Raises if the entry is damaged.
+def read(file: BinaryIO, reader: Reader, path: str) -> tuple[Report, frozenset[str]]:
+    """Return the report of an entry, and the names of its facts. Raises if the entry is damaged.
 
     Its run reads traces with `reader`. The run and its files are named as if it had been loaded from `path`, however
     that was written when the entry was.
@@ -226,13 +226,23 @@ def read(file: BinaryIO, reader: Reader, path: str) -> tuple[Report, Mapping[str
         rules=tuple(content["rules"]),
         blind_spots=content["blind_spots"],
     )
-    return report, {name: number for number, name in enumerate(content["facts"])}
+    return report, frozenset(content["facts"])
 
 
-def read_fact(number: int, file: BinaryIO) -> pl.DataFrame:
-    """Return the table of one fact of an entry. Raises if the entry is damaged."""
+def read_fact(name: str, file: BinaryIO) -> pl.DataFrame | None:
+    """Return the table of one fact of an entry; None if it has none. Raises if the entry is damaged.
+
+    An entry may have been written again since its report was read, with other facts: a fact is found by its name.
+    """
     with zipfile.ZipFile(file) as archive:
-        return _table(archive, _FACT.format(number))
+        member = _FACT.format(name)
+        return _table(archive, member) if member in archive.namelist() else None
+
+
+def read_table(file: BinaryIO) -> pl.DataFrame:
+    """Return the table of an entry with a single one. Raises if the entry is damaged."""
+    with zipfile.ZipFile(file) as archive:
+        return _table(archive, _TABLE)
 
 
 def _path_in_run(path: str, written: str, now: str) -> str:

@@ -204,6 +204,17 @@ def _no_read(*_):
     raise AssertionError("a trace is read")
 
 
+def test_a_run_that_is_open_reads_its_tables_after_another_check_stored_more_facts(run):
+    """`tracekit check` stores few facts; the dashboard stores the report again with those of comparisons."""
+    path, key = str(run), report_cache.run_key(str(run))
+    report_cache.store(key, engine.check(loader.load(path)), path, has_comparisons=False)
+    opened = report_cache.get(key, path)
+    report_cache.report(path, facts=(*FACTS, _names))
+    checked = loader.load(path)
+    for fact in {fact for rule in engine.all_rules() for fact in rule.facts}:
+        assert_frame_equal(opened.run.table(fact), checked.table(fact))
+
+
 def test_a_table_that_takes_no_time_is_not_stored(run, later, monkeypatch):
     monkeypatch.setattr(report_cache, "MIN_MEASURED_S", 1e9)
     report_cache.report(str(run))
