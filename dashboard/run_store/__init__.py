@@ -194,11 +194,12 @@ def check(entry: RunEntry) -> None:
 
 @cached_per_run(max_entries=MAX_LOADED_RUNS)
 def load(entry: RunEntry) -> LoadedRun:
-    """Return the run with its files listed and no trace read. Raises TracekitError."""
+    """Return the run with its files listed and no trace read, as a check stored it. Raises TracekitError."""
     if entry.is_private:
         return LoadedRun(loader.load(entry.path, cache=False, settings=settings.read_settings()))
     refuse_links(entry)
-    return LoadedRun(loader.load(entry.path, settings=settings.read_settings()))
+    report = _stored_report(entry)
+    return LoadedRun(report.run if report else loader.load(entry.path, settings=settings.read_settings()))
 
 
 @cached_per_run(max_entries=200)

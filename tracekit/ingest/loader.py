@@ -107,9 +107,9 @@ class _Loading:
         traces, issues, _ = identified
         fields = _manifest(traces, self.manifests, issues, cache=self.cache)
         plain = [_source(t, scan, cache=self.cache) for t in traces]
-        sources = [_with_settings(source, self.settings) for source in plain]
+        sources = [_source_with_settings(source, self.settings) for source in plain]
         read_traces = {
-            source: _stating(trace, self.settings)
+            source: with_settings(trace, self.settings)
             for source, trace in zip(sources, map(partial(_read_already, cache=self.cache), traces, plain), strict=True)
             if trace is not None
         }
@@ -176,6 +176,13 @@ class _Loading:
         return replace(self.scan, root=role.path, traces=role_files, partial=partial_files)
 
 
+def with_settings(trace: Trace, settings: ReadSettings) -> Trace:
+    """Return the trace with the steps that the user names, and what is stated of devices in its header."""
+    if settings.devices:
+        trace = trace.replace(header={**trace.header, environment.DEVICE_OVERRIDES: settings.devices})
+    return trace if settings.step_name is None else with_named_steps(trace, settings.step_name)
+
+
 def with_companions(trace: Trace, path: str, companions: Sequence[Companion] = ()) -> Trace:
     """A trace with the tables of its companion files: logs next to `path` or one folder above, and `companions`."""
     folder = Path(path).parent
@@ -198,20 +205,13 @@ def with_companions(trace: Trace, path: str, companions: Sequence[Companion] = (
     return trace.replace(**{name: pl.concat(parts) for name, parts in tables.items()})
 
 
-def _with_settings(source: Source, settings: ReadSettings) -> Source:
+def _source_with_settings(source: Source, settings: ReadSettings) -> Source:
     is_default = settings == NO_SETTINGS
-    return source if is_default else replace(source, read=partial(_read_stating, source.read, settings))
+    return source if is_default else replace(source, read=partial(_read_with_settings, source.read, settings))
 
 
-def _read_stating(read: Callable[[], Trace], settings: ReadSettings) -> Trace:
-    return _stating(read(), settings)
-
-
-def _stating(trace: Trace, settings: ReadSettings) -> Trace:
-    """Return the trace with the steps that the user names, and what is stated of devices in its header."""
-    if settings.devices:
-        trace = trace.replace(header={**trace.header, environment.DEVICE_OVERRIDES: settings.devices})
-    return trace if settings.step_name is None else with_named_steps(trace, settings.step_name)
+def _read_with_settings(read: Callable[[], Trace], settings: ReadSettings) -> Trace:
+    return with_settings(read(), settings)
 
 
 def _source(t: TraceFile, scan: RunFiles, *, cache: bool) -> Source:

@@ -122,20 +122,22 @@ class StoredTrace(Trace):
         return first
 
 
+def recall(source: Source) -> Trace | None:
+    """Return the trace of a source from the user's cache; None if it is not there."""
+    key = key_of(source)
+    trace = None if key is None else TraceCache.of_user().get(key, partial(_read_again, source, key))
+    return None if trace is None else _with_path(trace, _real_path(source), source.path)
+
+
 def _read(source: Source) -> Trace:
-    key, cache = key_of(source), TraceCache.of_user()
-    if key is None:
-        return source.read()
-    trace = cache.get(key, partial(_read_again, source, key))
-    if trace is None:
-        return _read_and_store(source, cache, key)
-    return _with_path(trace, _real_path(source), source.path)
+    return recall(source) or _read_and_store(source)
 
 
-def _read_and_store(source: Source, cache: TraceCache, key: str) -> Trace:
+def _read_and_store(source: Source) -> Trace:
+    key = key_of(source)
     trace = source.read()
-    if key_of(source) == key:  # else the file changed while it was read
-        cache.put(key, trace, paths=(source.path, _real_path(source)))
+    if key is not None and key_of(source) == key:  # else the file changed while it was read
+        TraceCache.of_user().put(key, trace, paths=(source.path, _real_path(source)))
     return trace
 
 

@@ -30,13 +30,14 @@ from tracekit.analysis.time import breakdown
 from tracekit.conventions import object_storage
 from tracekit.conventions.read_settings import NO_SETTINGS, ReadSettings
 from tracekit.errors import InputError, RuleError
-from tracekit.ingest import disk_cache, file_states, files, loader, readers
+from tracekit.ingest import disk_cache, file_states, files, loader, readers, trace_cache
 from tracekit.ingest.disk_cache import DiskCache
 from tracekit.ingest.file_states import FileState, FileStates
 from tracekit.ingest.remote import RemoteFile
 from tracekit.model import plugins
 from tracekit.model.fact import Fact
 from tracekit.model.run import OnTrace, Run
+from tracekit.model.source import Source
 from tracekit.model.trace import Trace, TraceFact
 from tracekit.rules import engine, report_entry
 from tracekit.rules.registry import RULES, all_rules
@@ -145,7 +146,7 @@ def get(key: str, path: str, settings: ReadSettings = NO_SETTINGS) -> Report | N
     """Return the report stored under `key` of the run at `path`, whose files it names so; None without a valid one."""
     run = _LazyRun(path, key, settings)
     reports = DiskCache.of_user("reports")
-    stored = reports.get(key, lambda file: report_entry.read(file, run.reader, object_storage.shown(path)))
+    stored = reports.get(key, lambda file: report_entry.read(file, run.read, object_storage.shown(path)))
     if stored is None:
         return None
     report, names = stored
@@ -190,31 +191,35 @@ def put(key: str, report: Report, *, has_comparisons: bool = True) -> None:
 
 
 class _LazyRun:
-    """A run that is loaded when one of its traces is needed."""
+    """A run that is loaded when one of its traces is needed that is not in the user's cache."""
 
     def __init__(self, path: str, key: str, settings: ReadSettings) -> None:
         self._path, self._key, self._settings = path, key, settings
+        self._is_as_checked = False
         self._run: Run | None = None
         self._lock = Lock()
 
-    def reader(self, window: int, rank: int, path: str) -> Callable[[], Trace]:
-        return partial(self._read, window, rank, path)
+    def read(self, source: Source) -> Trace:
+        """Return the trace of a stored source. Raises InputError if the run has changed since it was checked."""
+        with self._lock:
+            self._is_as_checked = self._is_as_checked or self.is_unchanged()
+        if not self._is_as_checked:
+            # Not BadTraceError: a run would continue without that rank.
+            raise InputError(f"{self._path}: changed since it was checked; open it again")
+        trace = trace_cache.recall(dataclasses.replace(source, read=partial(self._read, source)))
+        return self._read(source) if trace is None else loader.with_settings(trace, self._settings)
 
     def is_unchanged(self) -> bool:
         """Return whether the files of the run are those that were checked."""
         return run_key(self._path, settings=self._settings) == self._key
 
-    def _read(self, window: int, rank: int, path: str) -> Trace:
+    def _read(self, source: Source) -> Trace:
         with self._lock:
-            if self._run is None:
-                if not self.is_unchanged():
-                    # Not BadTraceError: a run would continue without that rank.
-                    raise InputError(f"{self._path}: changed since it was checked; open it again")
-                self._run = loader.load(self._path, settings=self._settings)
-        for source in self._run.sources:
-            if (source.window, source.rank, source.path) == (window, rank, path):
-                return source.read()
-        raise InputError(f"{path}: is no longer part of the run; open it again")
+            self._run = self._run or loader.load(self._path, settings=self._settings)
+        for loaded in self._run.sources:
+            if (loaded.window, loaded.rank, loaded.path) == (source.window, source.rank, source.path):
+                return loaded.read()
+        raise InputError(f"{source.path}: is no longer part of the run; open it again")
 
 
 class _MeasuredTables:

@@ -50,8 +50,8 @@ _MAX_LINE_BYTES = 1 << 16
 
 MAX_STEPS = 60
 MAX_FIRST_FINDING = 300
-Reader = Callable[[int, int, str], Callable[[], Trace]]
-"""Returns the function that reads a trace, by window, rank and path."""
+Reader = Callable[[Source], Trace]
+"""Returns the trace of a source of a stored report, whose own `read` cannot be stored."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,10 @@ def _content(report: Report, fact_names: Sequence[str]) -> dict[str, Any]:
         "path": report.run.path,
         "role": report.run.role,
         "manifest": report.run.manifest,
-        "sources": [[source.rank, source.window, source.path, source.size_bytes] for source in report.run.sources],
+        "sources": [
+            [source.rank, source.window, source.path, source.size_bytes, source.companions]
+            for source in report.run.sources
+        ],
         "findings": [_as_dict(finding) for finding in report.findings],
         "notes": report.notes,
         "inputs": [dataclasses.asdict(input_file) for input_file in report.inputs],
@@ -205,11 +208,14 @@ def read(file: BinaryIO, reader: Reader, path: str) -> tuple[Report, frozenset[s
         data_quality = _table(archive, _DATA_QUALITY)
         evidence = [_table(archive, f"evidence{number}.arrow") for number in range(len(content["findings"]))]
     new_name = partial(_path_in_run, written=content["path"], now=path)
-    sources = [(rank, window, new_name(file), size) for rank, window, file, size in content["sources"]]
+    sources = [
+        Source(rank, window, new_name(file), size, _unread, companions=tuple(map(new_name, companions)))
+        for rank, window, file, size, companions in content["sources"]
+    ]
     names = {file: new_name(file) for file in data_quality["path"].drop_nulls().unique() if new_name(file) != file}
     run = Run(
         path,
-        [Source(rank, window, file, size, reader(window, rank, file)) for rank, window, file, size in sources],
+        [dataclasses.replace(source, read=partial(reader, source)) for source in sources],
         manifest=content["manifest"],
         role=content["role"],
         data_quality=_issues_with_names(data_quality, names),
@@ -227,6 +233,10 @@ def read(file: BinaryIO, reader: Reader, path: str) -> tuple[Report, frozenset[s
         blind_spots=content["blind_spots"],
     )
     return report, frozenset(content["facts"])
+
+
+def _unread() -> Trace:
+    raise AssertionError("the trace of a stored source is read by the reader of its report")
 
 
 def read_fact(name: str, file: BinaryIO) -> pl.DataFrame | None:

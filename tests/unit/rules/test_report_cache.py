@@ -114,8 +114,8 @@ def test_a_report_has_the_kernels_by_name_unless_there_are_too_many(run, monkeyp
     monkeypatch.setattr(report_cache, "MAX_ACTIVITIES", most_activities)
     report_cache.report(str(run), facts=FACTS)
     reads = []
-    read = report_cache._LazyRun._read
-    monkeypatch.setattr(report_cache._LazyRun, "_read", lambda *arguments: reads.append(arguments) or read(*arguments))
+    read = report_cache._LazyRun.read
+    monkeypatch.setattr(report_cache._LazyRun, "read", lambda *arguments: reads.append(arguments) or read(*arguments))
     cached = report_cache.report(str(run), facts=FACTS).run
     assert_frame_equal(cached.table(kernels.by_name), kernels.with_launch_delays(loader.load(str(run))))
     assert bool(reads) == (most_activities == 0)
@@ -124,9 +124,11 @@ def test_a_report_has_the_kernels_by_name_unless_there_are_too_many(run, monkeyp
 def test_a_cached_report_reads_no_trace_until_a_new_fact_is_needed(run, monkeypatch):
     report_cache.report(str(run), facts=FACTS)
     reads = []
-    read = report_cache._LazyRun._read
+    read = report_cache._LazyRun.read
     monkeypatch.setattr(
-        report_cache._LazyRun, "_read", lambda *arguments: reads.append(arguments[1:3]) or read(*arguments)
+        report_cache._LazyRun,
+        "read",
+        lambda *arguments: reads.append((arguments[1].window, arguments[1].rank)) or read(*arguments),
     )
     cached = report_cache.report(str(run), facts=FACTS).run
     computed = loader.load(str(run))
@@ -138,6 +140,22 @@ def test_a_cached_report_reads_no_trace_until_a_new_fact_is_needed(run, monkeypa
     assert_frame_equal(cached.table(_names), computed.table(_names))
     assert sorted(reads) == [(0, 0), (0, 1)]
     assert cached.trace(1).activities.equals(computed.trace(1).activities)
+
+
+@pytest.mark.parametrize("settings", [ReadSettings(), ReadSettings(step_name="ProfilerStep")], ids=["plain", "named steps"])
+def test_the_headers_of_a_run_are_read_only_for_a_trace_that_is_not_cached(run, monkeypatch, settings):
+    report_cache.report(str(run), settings=settings)
+    computed = loader.load(str(run), settings=settings)
+    loads = []
+    monkeypatch.setattr(report_cache.loader, "load", lambda *_, **__: loads.append(1) or computed)
+    stored = report_cache.report(str(run), settings=settings).run
+    for rank in (0, 1):
+        for name, table in computed.trace(rank).tables.items():
+            assert_frame_equal(getattr(stored.trace(rank), name), table)
+    assert loads == []
+    disk_cache.DiskCache.of_user("traces").clear()
+    assert stored.read(stored.sources[0]).activities.equals(computed.trace(0).activities)
+    assert len(loads) <= 1
 
 
 def _names(trace):
@@ -166,7 +184,7 @@ def test_a_table_measured_after_the_check_is_measured_once(run, later, monkeypat
     assert later() == []
     _measured_later(report_cache.report(str(run)).run)
     assert later()
-    monkeypatch.setattr(report_cache._LazyRun, "_read", _no_read)
+    monkeypatch.setattr(report_cache._LazyRun, "read", _no_read)
     cached = report_cache.report(str(run)).run
     assert_frame_equal(cached.table(_count_names, [_other_names]), computed[1])  # what it reads is not measured
     assert_frame_equal(cached.table(_names), computed[0])
@@ -175,7 +193,7 @@ def test_a_table_measured_after_the_check_is_measured_once(run, later, monkeypat
 def test_a_page_opened_in_the_session_of_the_check_stores_its_tables_too(run, later, monkeypatch):
     computed = _measured_later(report_cache.report(str(run)).run)
     assert later()
-    monkeypatch.setattr(report_cache._LazyRun, "_read", _no_read)
+    monkeypatch.setattr(report_cache._LazyRun, "read", _no_read)
     for table, expected in zip(_measured_later(report_cache.report(str(run)).run), computed, strict=True):
         assert_frame_equal(table, expected)
 
@@ -187,7 +205,7 @@ def test_tables_that_are_in_files_are_stored_at_the_check_and_when_measured_late
     assert checked.run.parts(FACTS[0])
     assert later()
     _measured_later(report_cache.report(str(run)).run)
-    monkeypatch.setattr(report_cache._LazyRun, "_read", _no_read)
+    monkeypatch.setattr(report_cache._LazyRun, "read", _no_read)
     cached = report_cache.report(str(run)).run
     for fact in FACTS:
         assert_frame_equal(cached.table(fact), checked.run.table(fact))
@@ -241,14 +259,14 @@ def test_a_table_of_a_run_that_changed_meanwhile_is_not_stored(run, later):
 
 def test_a_table_without_a_rank_that_could_not_be_read_is_not_stored(run, later, monkeypatch):
     report_cache.report(str(run))
-    read = report_cache._LazyRun._read
+    read = report_cache._LazyRun.read
 
-    def fail(lazy, window, rank, path):
-        if rank == 1:
+    def fail(lazy, source):
+        if source.rank == 1:
             raise BadTraceError("the connection was cut")
-        return read(lazy, window, rank, path)
+        return read(lazy, source)
 
-    monkeypatch.setattr(report_cache._LazyRun, "_read", fail)
+    monkeypatch.setattr(report_cache._LazyRun, "read", fail)
     cached = report_cache.report(str(run)).run
     assert _measured_later(cached)[1]["rank"].to_list() == [0]
     assert later() == []
