@@ -54,7 +54,7 @@ _USUAL, _DIGITS, _MAX_DIGITS = 0.001, 2, 3
 _LEAST_SIZE, _MOST_WHOLE_BYTES = 1e-3, 1 << 30
 """The smallest size shown in a larger unit; a column with a smaller one has whole bytes, up to this many."""
 _CHARACTER_PX, _CELL_PADDING_PX, _ROWS_MEASURED = 8, 18, 10
-MAX_NAME_PX = 264
+MAX_NAME_PX = 240
 _SCALES: Mapping[str, Sequence[tuple[float, str]]] = {
     "_ns": ((1e9, "s"), (1e6, "ms"), (1e3, "µs"), (1, "ns")),
     "tflops_per_s": ((1e3, "PFLOP/s"), (1, "TFLOP/s"), (1e-3, "GFLOP/s"), (1e-6, "MFLOP/s")),
@@ -227,6 +227,7 @@ def frame(
     key: str | None = None,
     selection: str | None = None,
     full: pl.DataFrame | None = None,
+    first: Sequence[str] = (),
     labels: Mapping[str, str] = MappingProxyType({}),
     shared_rows: int = sharing.MAX_ROWS,
     **options: Any,
@@ -235,10 +236,11 @@ def frame(
 
     With a `key`, the table, or `full` of which it is a part, can be downloaded below it in its original units. With a
     `selection`, a row can be selected: the state of that name has its number. A shared page has the first
-    `shared_rows`. `labels` are the headings of columns whose names do not say enough. Long names of kernels have their
-    short form, and their full name in the last column. `options` are those of st.dataframe; its event is returned.
+    `shared_rows`. The columns `first` come first: those that fit a window of 800 pixels. `labels` are the headings of
+    columns whose names do not say enough. Long names of kernels have their short form, and their full name in the last
+    column. `options` are those of st.dataframe; its event is returned.
     """
-    original = table
+    original = table = table.select(*(name for name in first if name in table.columns), pl.exclude(first))
     table = table.select(column for column in table if column.null_count() < table.height or table.is_empty())
     sharing.table(table, shared_rows)
     table = _with_short_names(table)

@@ -126,10 +126,10 @@ def _show_roofline(run: OpenRun, place: DeltaGenerator) -> None:  # noqa: ARG001
         "the time are in the table only."
     )
     widgets.chart(charts.roofline(rows, roofs), key="kernels-roofline")
-    first = ["name", "work_ns", "above_ns", "roofline_ratio", "count", "shapes"]
     widgets.frame(
-        rows.select(*first, pl.exclude(first)),
+        rows,
         key="roofline",
+        first=("name", "work_ns", "above_ns", "roofline_ratio", "count", "shapes"),
         labels={"work_ns": "kernel time", "above_ns": "above the roofline", "roofline_ratio": "of the roofline"},
     )
 
@@ -155,16 +155,16 @@ def _show_rows(rows: pl.DataFrame, by: tuple[str, ...], level: str) -> None:
     measure = "total_ns" if level == KERNELS else "self_ns"
     widgets.caption(_about(rows, level))
     widgets.chart(charts.top_bars(rows, by, measure=measure), key="kernels-top")
-    first = [*by, "time_ratio", "self_ratio", measure, "total_ns", "count", "delay_p50_ns", "delay_p95_ns"]
-    # The figure shows the kind, by its colour.
-    ordered = sorted(
-        rows.columns, key=lambda name: first.index(name) if name in first else len(first) + (name == "kind")
+    first = dict.fromkeys(
+        (*by, "time_ratio", "self_ratio", measure, "total_ns", "count", "delay_p50_ns", "device_ns", "spread_ratio")
     )
     widths = {
         name: st.column_config.Column(LABELS.get(name, name), width=widgets.MAX_NAME_PX) for name in by if name in WIDE
     }
     labels = {"p50_ns": "median", "delay_p50_ns": "delay", "delay_p95_ns": "p95 delay", "spread_ratio": "spread"}
-    widgets.frame(rows.select(ordered), key=level, column_config=widths, labels=labels)
+    # The figure shows the kind, by its colour.
+    ordered = rows.select(pl.exclude("kind"), "kind")
+    widgets.frame(ordered, key=level, first=list(first), column_config=widths, labels=labels)
 
 
 def _about(rows: pl.DataFrame, level: str) -> str:

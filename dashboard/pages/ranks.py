@@ -266,9 +266,12 @@ def _collectives(run: OpenRun, kinds: pl.DataFrame) -> None:
     widgets.subheader("Collectives")
     widgets.caption("Sums over ranks and steps by collective, group and size; bandwidths are medians.")
     rows = _with_axes(run, kinds.drop("is_whole"))
-    last = ("algorithm_bytes_per_s", "bus_bytes_per_s")
-    ordered = rows.select(pl.exclude(*last, "dtype"), "dtype", *last)
-    widgets.frame(ordered, key="collectives", labels={"p50_ns": "median", "bytes": "size", "waited_ns": "waiting"})
+    widgets.frame(
+        rows,
+        key="collectives",
+        first=("op", "axis", "bytes", "total_ns", "exposed_ns", "waited_ns", "bus_bytes_per_s"),
+        labels={"p50_ns": "median", "bytes": "size", "waited_ns": "waiting"},
+    )
     by_rank = run.table(tables.COLLECTIVES_BY_RANK)
     if by_rank.height:
         with st.expander("By rank: waiting time and last arrivals"):

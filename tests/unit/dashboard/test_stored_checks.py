@@ -41,7 +41,7 @@ def _no_read(*_):
 
 
 def test_the_list_and_the_pages_of_a_checked_run_read_no_trace(checked_runs, monkeypatch):
-    monkeypatch.setattr(report_cache._LazyRun, "_read", _no_read)
+    monkeypatch.setattr(report_cache._LazyRun, "read", _no_read)
     entries = _entries(checked_runs)
     assert [entry.summary.findings["warning"] for entry in entries] == [2, 2]
     assert not any(map(BackgroundChecks().is_due, entries))
