@@ -32,7 +32,7 @@ from tracekit.errors import InputError, RuleError
 from tracekit.ingest import loader
 from tracekit.model.run import OnTrace, Run, progress_of
 from tracekit.model.trace import TraceFact
-from tracekit.regression import baseline, samples, step_change
+from tracekit.regression import baseline, samples, scaling, step_change
 from tracekit.report.headlines import Headline
 from tracekit.rules import engine, report_cache
 from tracekit.rules.rule import Report
@@ -48,7 +48,7 @@ MAX_QUERIES = 4
 """SQL queries of all sessions at a time: each may use a processor and its memory limit."""
 MAX_SHARED_TABLE_BYTES = 32 << 20
 """Larger tables are read from the run each time, which may have them on disk."""
-_COMPARED_FACTS: tuple[TraceFact, ...] = (*baseline.FACTS, *step_change.FACTS, efficiency.by_step)
+_COMPARED_FACTS: tuple[TraceFact, ...] = (*baseline.FACTS, *step_change.FACTS, *scaling.FACTS, efficiency.by_step)
 """What comparisons and charts of runs read. The command line does not measure it: see `OpenRun.measure_comparisons`."""
 _FACTS = (*report_cache.FACTS, *_COMPARED_FACTS)
 _RUN_FACTS = (samples.samples_across, breakdown.run_clock)

@@ -12,6 +12,8 @@ from tests.browser import recorded
 from tests.support.cli_runner import tracekit
 from tests.support.dashboard_pages import html_of, page
 from tracekit.ingest import disk_cache
+from tracekit.model.source import Threads
+from tracekit.regression import baseline, scaling, step_change
 from tracekit.rules import report_cache
 
 
@@ -82,15 +84,21 @@ def test_charts_have_what_comparisons_read_measured_once(checked_runs):
 
 def test_a_comparison_measures_what_a_check_has_not_in_one_pass(checked_runs, monkeypatch):
     passes = []
-    read = report_cache._LazyRun.read
-    monkeypatch.setattr(
-        report_cache._LazyRun, "read", lambda lazy, source: passes.append(source.path) or read(lazy, source)
-    )
+    measure = Threads.measure
+
+    def note(threads, sources, facts, loaded):
+        passes.append({(source.path, fact) for source in sources for fact in facts})
+        return measure(threads, sources, facts, loaded)
+
+    monkeypatch.setattr(Threads, "measure", note)
     shown = page("compare", checked_runs / "a", checked_runs / "b")
     assert not shown.exception
     assert not shown.error
-    traces = 4
-    assert len(set(passes)) == traces
+    compared = {*baseline.FACTS, *step_change.FACTS, *scaling.FACTS}
+    with_compared = [one for one in passes if compared & {fact for _, fact in one}]
+    traces = [{path for path, _ in one} for one in with_compared]
+    assert [len(paths) for paths in traces] == [2, 2]
+    assert not traces[0] & traces[1]
 
 
 def test_progress_of_a_measurement_counts_the_traces(checked_runs, monkeypatch):
