@@ -24,7 +24,8 @@ from dashboard.run_store import LoadedRun
 from tracekit.errors import RuleError, TracekitError
 from tracekit.model import escaping, kernel_names, units
 from tracekit.model.run import MeasuredTrace
-from tracekit.report import charts, html_fragments, phrases
+from tracekit.report import charts, comparison, html_fragments, phrases
+from tracekit.report.document import Cells
 from tracekit.report.headlines import Headline
 
 PAGES = "pages"
@@ -378,10 +379,13 @@ def _extent(series: pl.Series) -> tuple[float, float, float]:
     return smallest, median, largest
 
 
-def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, key: str, right: Sequence[bool] = ()) -> None:
-    """Show a table of text, as `escaping.html_table` makes it, with a download."""
-    html(escaping.html_table(header, rows, right=right))
-    downloads.cells(header, rows, key=key)
+def text_table(cells: Cells, *, key: str = "", **options: Any) -> None:
+    """Show a table of a report, with a `key` also its download; `options` are those of `escaping.html_table`."""
+    rows = [list(map(comparison.with_minus_signs, row)) for row in cells.rows]
+    right = [column in cells.numbers for column in range(len(cells.header))]
+    html(escaping.html_table(cells.header, rows, right=right, **options))
+    if key:
+        downloads.cells(cells.header, rows, key=key)
 
 
 def numbers(values: Mapping[str, str]) -> None:

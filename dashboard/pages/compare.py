@@ -98,9 +98,7 @@ def _scaling(compared: ScalingComparison) -> None:
     widgets.subheader("Scaling")
     widgets.chart(charts.scaling(compared), key="scaling")
     for cells in (scaling.run_cells(compared), scaling.contribution_cells(compared)):
-        header, rows = list(cells.header), [list(map(comparison.with_minus_signs, row)) for row in cells.rows]
-        right = [column in cells.numbers for column in range(len(header))]
-        widgets.html(escaping.html_table(header, rows, right=right))
+        widgets.text_table(cells)
     downloads.table(scaling.as_table(compared), key="scaling")
     widgets.caption(
         "Efficiency is throughput per GPU over that of the first run. The ideal step has its GPU time per token; what "
@@ -159,10 +157,7 @@ def _call_changes(reference: RunEntry, candidate: RunEntry) -> None:
     with st.spinner("Comparing calls"), contextlib.suppress(NotComparableError):
         cells = call_changes.cells(regression.compare_calls(reference, candidate))
         if cells is not None:
-            rows = [list(map(comparison.with_minus_signs, row)) for row in cells.rows]
-            right = [column in cells.numbers for column in range(len(cells.header))]
-            widgets.html(escaping.html_table(list(cells.header), rows, right=right))
-            downloads.cells(list(cells.header), rows, key="call_changes")
+            widgets.text_table(cells, key="call_changes")
             widgets.caption(
                 "What the calls of the median step changed by: those that only one run has, the same ones with other "
                 "shapes, slower or late ones. They add up to the change of the step; calls is their number in a step."
@@ -172,7 +167,7 @@ def _call_changes(reference: RunEntry, candidate: RunEntry) -> None:
 def _call_stacks(reference: RunEntry, candidate: RunEntry) -> None:
     """Draw the time of both runs by call stack, coloured by change."""
     widgets.subheader("Call stacks that changed")
-    with st.spinner("Adding up"):
+    with widgets.measuring("Adding up the calls"):
         trees = regression.call_tree_difference(reference, candidate)
     if not trees:
         widgets.info("The two runs have no work of the device or of the host in common.")
@@ -198,13 +193,9 @@ def _step_change(reference: RunEntry, candidate: RunEntry) -> None:
         widgets.info(widgets.plain(str(error)))
         return
     cells = step_change.cells(changed, step_change.DEFAULT_TOP)
-    header = cells.header
-    rows = [[name, *map(comparison.with_minus_signs, numbers)] for name, *numbers in cells.rows]
-    verdicts = changed.rows["verdict"].head(len(rows)).to_list()
+    verdicts = changed.rows["verdict"].head(len(cells.rows)).to_list()
     colours = [step_verdict.colour_verdict(changed.compared, Verdict(verdict)) for verdict in verdicts]
-    classes = [[*("" for _ in header[1:]), colour.value] for colour in colours]
-    right = [column in cells.numbers for column in range(len(header))]
-    widgets.html(escaping.html_table(header, rows, right=right, classes=classes))
+    widgets.text_table(cells, classes=[[*("" for _ in cells.header[1:]), colour.value] for colour in colours])
     downloads.table(changed.rows, key="step_change")
     widgets.caption(
         "Time of the median step, each moment charged once: to the operator whose kernel runs, or to the cause "

@@ -155,16 +155,14 @@ def _show_rows(rows: pl.DataFrame, by: tuple[str, ...], level: str) -> None:
     measure = "total_ns" if level == KERNELS else "self_ns"
     widgets.caption(_about(rows, level))
     widgets.chart(charts.top_bars(rows, by, measure=measure), key="kernels-top")
-    first = dict.fromkeys(
-        (*by, "time_ratio", "self_ratio", measure, "total_ns", "count", "delay_p50_ns", "device_ns", "spread_ratio")
-    )
+    totals = ("time_ratio", "self_ratio", "self_ns", "total_ns", "count", "delay_p50_ns", "device_ns", "spread_ratio")
     widths = {
         name: st.column_config.Column(LABELS.get(name, name), width=widgets.MAX_NAME_PX) for name in by if name in WIDE
     }
     labels = {"p50_ns": "median", "delay_p50_ns": "delay", "delay_p95_ns": "p95 delay", "spread_ratio": "spread"}
     # The figure shows the kind, by its colour.
     ordered = rows.select(pl.exclude("kind"), "kind")
-    widgets.frame(ordered, key=level, first=list(first), column_config=widths, labels=labels)
+    widgets.frame(ordered, key=level, first=(*by, *totals), column_config=widths, labels=labels)
 
 
 def _about(rows: pl.DataFrame, level: str) -> str:

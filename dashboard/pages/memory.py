@@ -16,7 +16,6 @@ from tracekit.model import escaping, units
 from tracekit.report import charts, headlines
 from tracekit.report import goodput as goodput_report
 from tracekit.report import memory as memory_report
-from tracekit.report.document import Cells
 
 TRACES = "the traces"
 OWNERS = {"phase": "by phase", "unit": "by unit", "op": "by op"}
@@ -287,12 +286,7 @@ def show_goodput(run: OpenRun) -> None:
         "Attempts": goodput_report.attempt_table(job),
     }.items():
         widgets.subheader(title)
-        _show_cells(cells, key=f"goodput-{title.lower()}")
-
-
-def _show_cells(cells: Cells, *, key: str) -> None:
-    right = [number in cells.numbers for number in range(len(cells.header))]
-    widgets.text_table(cells.header, cells.rows, key=key, right=right)
+        widgets.text_table(cells, key=f"goodput-{title.lower()}")
 
 
 def _lack_of_attempts(run: OpenRun) -> str:

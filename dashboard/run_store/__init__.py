@@ -198,7 +198,7 @@ def load(entry: RunEntry) -> LoadedRun:
     if entry.is_private:
         return LoadedRun(loader.load(entry.path, cache=False, settings=settings.read_settings()))
     refuse_links(entry)
-    report = _stored_report(entry)
+    report = stored_report(entry)
     return LoadedRun(report.run if report else loader.load(entry.path, settings=settings.read_settings()))
 
 
@@ -259,6 +259,12 @@ def training_state(entry: RunEntry) -> TrainingState | None:
         return watch.state(now_s)
 
 
+def stored_report(entry: RunEntry) -> Report | None:
+    """Return the report that a check has stored, also one of the command line, which has no facts of comparisons."""
+    key = report_cache.run_key(entry.path, settings=settings.read_settings())
+    return None if key is None else report_cache.get(key, entry.path, settings.read_settings())
+
+
 @contextlib.contextmanager
 def _turn(timeout_s: float) -> Iterator[None]:
     if not _queries.acquire(timeout=timeout_s):
@@ -272,12 +278,6 @@ def _turn(timeout_s: float) -> Iterator[None]:
 @st.cache_resource(max_entries=MAX_WATCHED, show_spinner=False)
 def _watch(path: str) -> tuple[Watch, Any]:
     return Watch(Path(path)), threading.Lock()
-
-
-def _stored_report(entry: RunEntry) -> Report | None:
-    """Return the report that a check has stored, also one of the command line, which has no facts of comparisons."""
-    key = report_cache.run_key(entry.path, settings=settings.read_settings())
-    return None if key is None else report_cache.get(key, entry.path, settings.read_settings())
 
 
 def _opening_key(entry: RunEntry) -> Hashable:
@@ -296,7 +296,7 @@ def _open_entry(entry: RunEntry) -> OpenRun:
         run = loader.load(entry.path, cache=False, settings=read_settings)
         return OpenRun(run, report=engine.check(run, facts=_FACTS, **callbacks), entry=entry, crashed_rules=crashed)
     refuse_links(entry)
-    report = _stored_report(entry) or report_cache.report(
+    report = stored_report(entry) or report_cache.report(
         entry.path, facts=_FACTS, surveys=_RUN_FACTS, settings=read_settings, **callbacks
     )
     return OpenRun(report.run, report=report, entry=entry, crashed_rules=crashed)

@@ -6,15 +6,13 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from dashboard import settings
 from dashboard.run_entry import RunEntry
-from dashboard.run_store import cached_per_run, refuse_links
+from dashboard.run_store import cached_per_run, refuse_links, stored_report
 from tracekit.analysis.compute import efficiency
 from tracekit.model import escaping
 from tracekit.model.run import Run
 from tracekit.regression import baseline, samples
 from tracekit.regression.metrics import STEP_TIME, Scope, Unit, compared_metrics, metric_of
-from tracekit.rules import report_cache
 
 __all__ = ["STEP_TIME", "RunMetrics", "label", "of_run", "unit"]
 MFU = "mfu_ratio"
@@ -37,8 +35,7 @@ class RunMetrics:
 def of_run(entry: RunEntry) -> RunMetrics | None:
     """Return the metrics of a run that was checked; None where its report is not cached. Raises TracekitError."""
     refuse_links(entry)
-    key = report_cache.run_key(entry.path, settings=settings.read_settings())
-    report = report_cache.get(key, entry.path, settings.read_settings()) if key is not None else None
+    report = stored_report(entry)
     return None if report is None else measure(report.run)
 
 

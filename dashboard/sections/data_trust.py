@@ -6,6 +6,7 @@ import streamlit as st
 from dashboard import findings, widgets
 from dashboard.run_store import OpenRun, tables
 from tracekit.model import units
+from tracekit.report.document import Cells
 
 _CONTENTS = {
     "linked": "with launch",
@@ -82,8 +83,8 @@ def _missing(missing: pl.DataFrame) -> None:
     if missing.is_empty():
         widgets.caption("Every rank recorded everything that tracekit reads.")
         return
-    rows = [(name, units.ranges(ranks), effect, fix) for name, ranks, effect, fix in missing.iter_rows()]
-    widgets.text_table(("missing", "on ranks", "effect", "how to record it"), rows, key="missing")
+    rows = tuple((name, units.ranges(ranks), effect, fix) for name, ranks, effect, fix in missing.iter_rows())
+    widgets.text_table(Cells(("missing", "on ranks", "effect", "how to record it"), rows), key="missing")
 
 
 def _rules(run: OpenRun) -> None:
@@ -95,7 +96,7 @@ def _rules(run: OpenRun) -> None:
         f"and {blind.height} could not judge this run."
     )
     if blind.height:
-        rows = blind.select(pl.format("{} {}", "code", "rule"), "could not judge").rows()
-        widgets.text_table(("rule", "reason why it could not judge"), rows, key="blind-spots")
+        rows = tuple(blind.select(pl.format("{} {}", "code", "rule"), "could not judge").iter_rows())
+        widgets.text_table(Cells(("rule", "reason why it could not judge"), rows), key="blind-spots")
     with st.expander("All rules"):
         widgets.frame(table.drop("could not judge"), key="rules")
