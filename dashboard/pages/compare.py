@@ -17,8 +17,7 @@ from tracekit.model import escaping
 from tracekit.report import call_changes, charts, comparison, html_fragments, scaling, step_change, step_verdict
 from tracekit.report.headlines import Headline
 
-_BEFORE, STEP_TIME = "before", "step_time_ns"
-_WIDTHS = {"after": "as wide as after", _BEFORE: "as wide as before"}
+_WIDTHS = {"after": "as wide as after", "before": "as wide as before"}
 MAX_DIFFERENCES = 5
 """Differences of device, software, model or work that are shown above the numbers."""
 MAX_NAME = 40
@@ -41,7 +40,9 @@ def show(entries: Sequence[RunEntry]) -> None:
         if by_size:
             _scaling(by_size)
         _differences(usable[0], usable[1:], is_stated=not by_size and len(usable) == 2)
-        candidate = _choose_candidate(usable[1:])
+        widgets.subheader("What changed the step")
+        by_name = {entry.name: entry for entry in usable[1:]}
+        candidate = by_name[widgets.segments("Run", "changed_run", list(by_name))] if len(by_name) > 1 else usable[1]
         _call_changes(usable[0], candidate)
         _step_change(usable[0], candidate)
         _call_stacks(usable[0], candidate)
@@ -145,13 +146,6 @@ def _differences(reference: RunEntry, candidates: Sequence[RunEntry], *, is_stat
                 st.markdown("- " + widgets.plain(note))
 
 
-def _choose_candidate(candidates: Sequence[RunEntry]) -> RunEntry:
-    """Return the candidate whose step is explained."""
-    widgets.subheader("What changed the step")
-    by_name = {entry.name: entry for entry in candidates}
-    return by_name[widgets.segments("Run", "changed_run", list(by_name))] if len(by_name) > 1 else candidates[0]
-
-
 def _call_changes(reference: RunEntry, candidate: RunEntry) -> None:
     """Show whether calls are extra, larger, slower or late; where runs cannot be compared, the next table says it."""
     with st.spinner("Comparing calls"), contextlib.suppress(NotComparableError):
@@ -175,7 +169,7 @@ def _call_stacks(reference: RunEntry, candidate: RunEntry) -> None:
     kinds = [kind for kind in regression.CALL_TREE_KINDS if kind in trees]
     work = widgets.segments("Time of", "changed_time_of", kinds[::-1])
     side = widgets.segments("Width", "changed_width", _WIDTHS)
-    figure = charts.difference_icicle(trees[work], f"{work} time, {candidate.name}", is_before=side == _BEFORE)
+    figure = charts.difference_icicle(trees[work], f"{work} time, {candidate.name}", is_before=side == "before")
     widgets.chart(figure, key="comparison-stacks")
     widgets.caption(
         "Time per step and rank. Red frames take longer than before, blue ones less, full colour from half as long "
