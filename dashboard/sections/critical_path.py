@@ -54,8 +54,8 @@ def show(run: OpenRun, path: CriticalPath) -> None:
 
 def _owners(rows: pl.DataFrame, *, key: str) -> None:
     """List owners with their numbers next to their names, also in a narrow window."""
-    first = [name for name in _FIRST if name in rows.columns]
-    widgets.frame(rows.head(_MOST_ROWS).select(*first, pl.exclude(first)), key=key)
+    width = st.column_config.Column("name", width=widgets.MAX_NAME_PX)
+    widgets.frame(rows.head(_MOST_ROWS), key=key, first=_FIRST, column_config={"name": width})
 
 
 def _numbers(path: CriticalPath) -> None:

@@ -25,7 +25,14 @@ _AMOUNT = re.compile(rf"\s*(?P<number>{NUMBER})\s*(?P<unit>[^\s\d.]*)\s*\Z")
 
 
 def _plain(value: float) -> str:
-    return str(value) if isinstance(value, int) else f"{value:,.4g}"
+    """Return a number with four digits, a large one without an exponent.
+
+    >>> _plain(0.12345), _plain(17_970.4)
+    ('0.1235', '17,970')
+    """
+    if isinstance(value, int):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:,.4g}"
 
 
 @dataclass(frozen=True)

@@ -154,8 +154,8 @@ def reason(part: Contribution, *, with_steps: bool) -> str:
     main = _main_part(part)
     place = escaping.inert(main.place, _MAX_NAME)
     if part.kind == step_parts.WAIT:
-        where = f" for {place}" if place else ""
-        text = f"{part.label}{where} {signed_duration(part.change_ns)}"
+        waiting = f"waiting for {place}" if place else part.label
+        text = f"{waiting} {signed_duration(part.change_ns)}"
     else:
         text = f"{_label(main)} {signed_duration(main.change_ns)}{f' at {place}' if place else ''}"
     text += f" on rank {part.rank}" if part.rank is not None else ""
