@@ -1,7 +1,7 @@
 """Comparisons of runs, and histories of checked runs, as `tracekit compare` and `tracekit history` judge them."""
 
 import contextlib
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import polars as pl
@@ -80,13 +80,16 @@ def check(reference: RunEntry, candidate: RunEntry) -> CheckResult | None:
     return replace(result, report=replace(result.report, run=Run(b.run.path, ())))
 
 
-@cached_per_run(max_entries=MAX_COMPARISONS, max_private=MAX_COMPARISONS)
 def call_tree_difference(reference: RunEntry, candidate: RunEntry) -> dict[str, pl.DataFrame]:
     """Return the time by call stack of both runs per step and rank, by kind: the kinds of which both have work."""
-    trees = [_call_trees(entry) for entry in (reference, candidate)]
-    shares = (1 / trees[0].steps, 1 / trees[1].steps)
-    common = [kind for kind in call_trees.KINDS if all(kind in tree.trees for tree in trees)]
-    return {kind: call_trees.difference(trees[0].trees[kind], trees[1].trees[kind], shares) for kind in common}
+    runs = [_open(entry) for entry in (reference, candidate)]
+    step_shares = tuple(1 / run.result_of(call_trees.steps) for run in runs)
+    differences = {}
+    for kind in call_trees.KINDS:
+        with contextlib.suppress(InputError):  # no work of this kind
+            before, after = (run.cached_table(call_trees.call_tree, kind) for run in runs)
+            differences[kind] = call_trees.difference(before, after, step_shares)
+    return differences
 
 
 def history(path: Path) -> tuple[Group, ...]:
@@ -114,24 +117,6 @@ def _open(entry: RunEntry) -> OpenRun:
 
 def _samples(entry: RunEntry) -> RunSamples:
     return _open(entry).compute(lambda run: RunSamples.of(run, entry.name))
-
-
-@dataclass(frozen=True, eq=False)
-class _CallTrees:
-    trees: dict[str, pl.DataFrame]
-    steps: int
-    """Steps of ranks that they cover."""
-
-
-def _call_trees(entry: RunEntry) -> _CallTrees:
-    def made(run: Run) -> _CallTrees:
-        trees = {}
-        for kind in call_trees.KINDS:
-            with contextlib.suppress(InputError):  # no work of this kind
-                trees[kind] = call_trees.call_tree(run, kind)
-        return _CallTrees(trees, call_trees.steps(run))
-
-    return _open(entry).compute(made)
 
 
 def _run_steps(entry: RunEntry) -> RunSteps:

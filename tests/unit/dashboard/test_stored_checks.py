@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("streamlit", reason="needs the extra [dashboard]")
 
-from dashboard import run_catalog, run_store
+from dashboard import run_catalog, run_store, widgets
 from dashboard.background_checks import BackgroundChecks
 from tests.browser import recorded
 from tests.support.cli_runner import tracekit
@@ -101,6 +101,13 @@ def test_a_comparison_measures_what_a_check_has_not_in_one_pass(checked_runs, mo
     assert not traces[0] & traces[1]
 
 
+def test_a_comparison_that_is_shown_again_shows_no_progress(checked_runs, monkeypatch):
+    monkeypatch.setattr(widgets, "_SOON_S", 0.0)
+    shown = page("compare", checked_runs / "a", checked_runs / "b")
+    assert not shown.get("progress")
+    assert not shown.run().get("progress")
+
+
 def test_progress_of_a_measurement_counts_the_traces(checked_runs, monkeypatch):
     from tests.support.dashboard_pages import testing
 
@@ -117,8 +124,6 @@ def test_progress_of_a_measurement_counts_the_traces(checked_runs, monkeypatch):
             run.compute(lambda loaded: loaded.table(samples))
 
     from streamlit.delta_generator import DeltaGenerator
-
-    from dashboard import widgets
 
     texts = []
     monkeypatch.setattr(DeltaGenerator, "progress", lambda _, value, text: texts.append((value, text)))

@@ -142,7 +142,9 @@ def test_a_cached_report_reads_no_trace_until_a_new_fact_is_needed(run, monkeypa
     assert cached.trace(1).activities.equals(computed.trace(1).activities)
 
 
-@pytest.mark.parametrize("settings", [ReadSettings(), ReadSettings(step_name="ProfilerStep")], ids=["plain", "named steps"])
+@pytest.mark.parametrize(
+    "settings", [ReadSettings(), ReadSettings(step_name="ProfilerStep")], ids=["plain", "named steps"]
+)
 def test_the_headers_of_a_run_are_read_only_for_a_trace_that_is_not_cached(run, monkeypatch, settings):
     report_cache.report(str(run), settings=settings)
     computed = loader.load(str(run), settings=settings)
