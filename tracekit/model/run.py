@@ -72,6 +72,7 @@ class Run:
         self._loaded = LoadedTraces(cache_bytes)
         self._tables = TableStore(fact_bytes)
         self._on_progress: OnTrace | None = None
+        self._interrupted: Collector | None = None
 
     @property
     def name(self) -> str:
@@ -158,16 +159,19 @@ class Run:
     def measure(self, facts: Iterable[TraceFact], on_progress: OnTrace | None = None) -> None:
         """Measure several facts in one pass over the traces; `table` then returns them from the cache.
 
-        `on_progress` is called after each trace, by default that of `reporting`. The run's executor decides how many
-        traces are read at a time. Raises BadTraceError if no trace can be read.
+        `on_progress` is called after each trace, by default that of `reporting`. What it raises ends the pass, and the
+        next pass for the same facts measures the other traces. The run's executor decides how many traces are read at a
+        time. Raises BadTraceError if no trace can be read.
         """
         on_progress = on_progress or self._on_progress
         missing = [fact for fact in dict.fromkeys(facts) if not self._tables.take(fact)]
         if not missing:
             return
         began_s = time.monotonic()
-        collector = Collector(self._tables, missing)
-        sources = self.sources
+        collector, self._interrupted = self._interrupted, None
+        if collector is None or collector.facts != missing:
+            collector = Collector(self._tables, missing)
+        sources = [source for source in self.sources if (source.window, source.rank) not in collector.places]
         for measured in self._executor.measure(sources, missing, self._loaded):
             source = measured.source
             if measured.error is not None:
@@ -175,7 +179,9 @@ class Run:
             else:
                 collector.add((source.window, source.rank), measured.tables)
             if on_progress:
+                self._interrupted = collector  # a page that is left raises here; 1,000 traces take a minute
                 on_progress(MeasuredTrace(source, dict(zip(missing, measured.tables, strict=False)), sources))
+                self._interrupted = None
         collector.finish(time.monotonic() - began_s)
 
     def scan(self, fact: TraceFact) -> pl.LazyFrame:

@@ -195,6 +195,9 @@ class Collector:
 
     def __init__(self, into: TableStore, facts: Sequence[TraceFact]) -> None:
         """Collect the tables of `facts`; what does not fit in the memory of the store is written to files."""
+        self.facts = list(facts)
+        self.places: set[Place] = set()
+        """The traces whose tables were added."""
         self._into, self._max_bytes = into, into.free_bytes
         self._pending: dict[TraceFact, _Pending] = {fact: _Pending() for fact in facts}
         self._parts: dict[TraceFact, list[Path]] = {}
@@ -205,6 +208,7 @@ class Collector:
             pending.add(place, table)
         while sum(pending.size_bytes for pending in self._pending.values()) > self._max_bytes:
             self._write(max(self._pending, key=lambda fact: self._pending[fact].size_bytes))
+        self.places.add(place)
 
     def finish(self, measured_s: float) -> None:
         """Pass the complete tables on, which took `measured_s` to measure."""

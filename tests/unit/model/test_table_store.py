@@ -2,16 +2,18 @@
 
 import inspect
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import polars as pl
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from polars.testing import assert_frame_equal
 
 from tests.support import drawn_traces
 from tracekit.model.fact import run_fact
 from tracekit.model.run import Run
-from tracekit.model.source import Measured, Source
+from tracekit.model.source import Measured, Source, Threads
 from tracekit.model.table_store import Collector, TableStore
 
 
@@ -21,6 +23,10 @@ def names(trace):
 
 def times(trace):
     return pl.DataFrame()
+
+
+def lanes(trace):
+    return trace.lanes.select("lane", source_rank=pl.lit(trace.rank))
 
 
 SCHEMAS = {
@@ -121,6 +127,34 @@ def test_a_trace_without_tables_is_an_issue_and_the_others_stay():
     assert run.table(lambda trace: pl.DataFrame()).rows() == [(0, 1, 1)]
     assert run.ranks == (1,)
     assert run.data_quality["message"].to_list() == ["rank0: gone"]
+
+
+class Left(BaseException):
+    """What a page raises that a person leaves."""
+
+
+@pytest.mark.parametrize("max_bytes", [0, 1 << 20], ids=["files", "memory"])
+def test_a_pass_that_was_left_continues_with_the_other_traces(max_bytes):
+    reads = []
+
+    def read(rank):
+        reads.append(rank)
+        return drawn_traces.trace("step 0000\ncompute .aa.", rank=rank)
+
+    def leave(measured):
+        if measured.source.rank == 3:
+            raise Left
+
+    sources = [Source(rank, 0, f"{rank}", 1, partial(read, rank)) for rank in range(6)]
+    run = Run("r", sources, executor=Threads(1), fact_bytes=max_bytes, cache_bytes=0)
+    whole = Run("r", sources, executor=Threads(1)).table(lanes)
+    reads.clear()
+    with pytest.raises(Left):
+        run.measure((lanes,), leave)
+    assert reads == [0, 1, 2, 3]
+    assert_frame_equal(run.table(lanes), whole)
+    assert reads == [0, 1, 2, 3, 4, 5]
+    assert_frame_equal(run.table(lanes), whole)
 
 
 def test_a_fact_that_reads_a_fact_is_two_frames_deeper():
