@@ -82,8 +82,8 @@ def check(reference: RunEntry, candidate: RunEntry) -> CheckResult | None:
 
 def call_tree_difference(reference: RunEntry, candidate: RunEntry) -> dict[str, pl.DataFrame]:
     """Return the time by call stack of both runs per step and rank, by kind: the kinds of which both have work."""
-    runs = [_open(entry) for entry in (reference, candidate)]
-    step_shares = tuple(1 / run.result_of(call_trees.steps) for run in runs)
+    runs = a, b = _open(reference), _open(candidate)
+    step_shares = 1 / a.result_of(call_trees.steps), 1 / b.result_of(call_trees.steps)
     differences = {}
     for kind in call_trees.KINDS:
         with contextlib.suppress(InputError):  # no work of this kind
