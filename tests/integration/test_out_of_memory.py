@@ -4,6 +4,7 @@ import contextlib
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import polars as pl
 import pytest
@@ -17,6 +18,7 @@ from tracekit.replay.allocator.model import OutOfMemory
 from tracekit.replay.allocator.settings import Settings
 from tracekit.report import memory as memory_report
 
+RECORDINGS = Path(__file__).parents[1] / "recordings"
 STACK = [
     frame("at::_ops::mm::call(at::Tensor const&)") | {"filename": "??"},
     frame("linear", 3) | {"filename": "/env/lib/python3.12/site-packages/torch/nn/functional.py"},
@@ -261,3 +263,13 @@ def test_growth_is_the_cause_if_it_exceeds_the_request_and_nothing_else_is_lost(
     sentences = memory_report.oom_sentences(replace(of(fragmentation), growth=pl.DataFrame([row])))
     assert cause in sentences[0]
     assert sum(other in sentence for sentence in sentences[1:]) == 1
+
+
+def test_what_grows_has_the_name_that_it_has_at_the_peak():
+    """The program calls aten::clone, for which aten::empty_strided allocates."""
+    leak = of(RECORDINGS / "out_of_memory" / "leak" / "rank00000.memory.pickle.gz")
+    [grown] = leak.growth.iter_rows(named=True)
+    at_peak = dict(leak.allocated_by.select("op", "bytes").iter_rows())
+    assert grown["op"] == "aten::clone in <module> (oom.py:36)"
+    assert at_peak[grown["op"]] >= grown["bytes"]
+    assert not any("aten::empty" in op for op in at_peak)

@@ -167,9 +167,7 @@ def step_growth(snapshot: MemorySnapshot, history: History, played: ReplayResult
     alive = blocks.filter(pl.col("start") >= 0, pl.col("end") == len(history.at_ns))
     at_ns = history.at_ns[alive["start"].to_numpy()]
     alive = alive.with_columns(step=pl.Series(np.searchsorted(begins, at_ns, side="right"), dtype=pl.Int64))
-    with_operator = pl.when(pl.col("caller").is_not_null()).then(pl.format("{} in {}", "caller", "place"))
-    callers = snapshot_facts.places(snapshot).select("stack", op=with_operator.otherwise("place"))
-    described = alive.join(callers, on="stack", how="left").drop_nulls("op")
+    described = alive.join(snapshot_facts.owners(snapshot), on="stack", how="left").drop_nulls("op")
     last = len(begins) - _OPEN_STEPS
     # What was requested before the first mark is of no step: that time may be a part of one, or many.
     in_steps = described.filter(pl.col("step").is_between(1, last))

@@ -135,10 +135,10 @@ def owners(snapshot: MemorySnapshot) -> pl.DataFrame:
 
 
 def places(snapshot: MemorySnapshot) -> pl.DataFrame:
-    """Return the operator and the place in code of each stack: columns stack, operator, caller (null if none), place.
+    """Return the operator and the place in code of each stack: columns stack, operator (null if none), place.
 
-    The operator is the innermost one, which allocated, the caller the outermost one. The place is the innermost frame
-    in the user's own Python code; where there is none, in that of a framework in site-packages, then in torch; of
+    The operator is the outermost one, which the program called: what allocates for it is mostly aten::empty_strided.
+    The place is the innermost frame in the user's own Python code; where there is none, in that of a framework in site-packages, then in torch; of
     torch's threads for the backward pass, that pass and the node of the graph; else the innermost C++ function.
     """
     frames = snapshot.stacks.join(snapshot.frames, on="frame").sort("stack", "depth")
@@ -153,9 +153,8 @@ def places(snapshot: MemorySnapshot) -> pl.DataFrame:
         function=pl.col("name").filter(~pl.col("name").str.contains(_RECORDER)).first(),
         node=pl.col("name").str.extract(_NODE).drop_nulls().first(),
         is_backward=pl.col("name").str.contains(_ENGINE).any(),
-        # Stacks have the innermost frame first, so the first op is the one that allocated.
-        op=pl.col("name").str.extract(_OP).drop_nulls().first(),
-        outermost=pl.col("name").str.extract(_OP).drop_nulls().last(),
+        # Stacks have the innermost frame first.
+        op=pl.col("name").str.extract(_OP).drop_nulls().last(),
     )
     functions = of_stack.filter(pl.col("place").is_null())["function"].drop_nulls().unique().to_list()
     names = pl.col("function").replace_strict(functions, [function_name(text) for text in functions], default=None)
@@ -165,7 +164,6 @@ def places(snapshot: MemorySnapshot) -> pl.DataFrame:
         "stack",
         place=pl.coalesce("place", backward, names),
         operator=pl.format("aten::{}", "op"),
-        caller=pl.format("aten::{}", "outermost"),
     )
 
 
