@@ -138,8 +138,9 @@ def places(snapshot: MemorySnapshot) -> pl.DataFrame:
     """Return the operator and the place in code of each stack: columns stack, operator (null if none), place.
 
     The operator is the outermost one, which the program called: what allocates for it is mostly aten::empty_strided.
-    The place is the innermost frame in the user's own Python code; where there is none, in that of a framework in site-packages, then in torch; of
-    torch's threads for the backward pass, that pass and the node of the graph; else the innermost C++ function.
+    The place is the innermost frame in the user's own Python code; where there is none, in that of a framework in
+    site-packages, then in torch; of torch's threads for the backward pass, that pass and the node of the graph; else
+    the innermost C++ function.
     """
     frames = snapshot.stacks.join(snapshot.frames, on="frame").sort("stack", "depth")
     python = pl.col("file").str.ends_with(".py")
