@@ -243,28 +243,50 @@ def _is_steady(finding: Finding) -> bool:
 
 
 def _causes_before(run: Run, finding: Finding, removed: list[Removal]) -> tuple[Removal, ...]:
-    """The causes with a warning that contain the time of the finding, or make it necessary.
-
-    A cause makes ranks late if their hosts spend longer on it than those of others, by a part of what is lost, or leave
-    their devices idle for longer: on other ranks the same cause may be hidden behind queued work.
-    """
+    """The causes with a warning that contain the time of the finding, or make it necessary."""
     if pricing_of(finding) is Pricing.CONSEQUENCE:
         return tuple(removed)
-    sources = [removal for removal in removed if removal.cause.pricing is Pricing.SOURCE]
-    if pricing_of(finding) is not Pricing.LATE_RANKS or not sources:
+    if pricing_of(finding) is not Pricing.LATE_RANKS:
         return ()
-    lost_ns = finding.cost_ns * savings.replayed_steps(run).select("window", "step").n_unique()
+    return tuple(
+        replace(removal, ranks=finding.ranks)
+        for removal in removed
+        if removal.cause.pricing is Pricing.SOURCE and _may_make_late(run, finding, removal.cause)
+    )
+
+
+def _may_make_late(run: Run, finding: Finding, cause: Cause) -> bool:
+    """Whether a cause may be why the ranks of a finding are late, by a part of what is lost.
+
+    Their hosts spend longer on it than those of others, or their devices idle for longer meanwhile, or, where hosts
+    wait, for longer afterwards: on other ranks the same cause may be hidden behind queued work.
+    """
     largest = late_ranks.extra_time(run, finding.ranks).head(1)
     exposed = largest.filter(pl.col("extra_ns") >= _MIN_OWN_RATIO * max(finding.cost_ns, 1))["part"].to_list()
-    before = []
-    for removal in sources:
-        host_ns: dict[int, int] = dict(savings.host_time(run, removal.cause).iter_rows())
-        late_ns = [ns for rank, ns in host_ns.items() if rank in finding.ranks]
-        other_ns = [ns for rank, ns in host_ns.items() if rank not in finding.ranks]
-        longer_ns = statistics.median(late_ns or [0]) - statistics.median(other_ns or [0])
-        if removal.cause.idle_part in exposed or longer_ns >= _MIN_PART_RATIO * max(lost_ns, 1):
-            before.append(replace(removal, ranks=finding.ranks))
-    return tuple(before)
+    lost_ns = finding.cost_ns * savings.replayed_steps(run).select("window", "step").n_unique()
+    longer_ns = max(_longer_ns(table, finding.ranks) for table in _times_of(run, cause))
+    return cause.idle_part in exposed or longer_ns >= _MIN_PART_RATIO * max(lost_ns, 1)
+
+
+def _times_of(run: Run, cause: Cause) -> tuple[pl.DataFrame, pl.DataFrame]:
+    return savings.host_time(run, cause), savings.idle_time(run, cause)
+
+
+def _longer_ns(times: pl.DataFrame, ranks: Collection[int]) -> float:
+    """By how much the median time of some ranks is longer than that of the others; columns rank, and a time in ns."""
+    by_rank: dict[int, int] = dict(times.iter_rows())
+    late_ns = [ns for rank, ns in by_rank.items() if rank in ranks]
+    other_ns = [ns for rank, ns in by_rank.items() if rank not in ranks]
+    return statistics.median(late_ns or [0]) - statistics.median(other_ns or [0])
+
+
+def ends_with(run: Run, straggler: Finding, cause: Cause) -> bool:
+    """Whether less than half of the price of late ranks remains without a cause for which they may be late."""
+    if not straggler.removals or not _may_make_late(run, straggler, cause):
+        return False
+    *first, removal = straggler.removals
+    rest = mean_saving(run, removal, (*first, Removal(cause, straggler.ranks)))
+    return rest is not None and rest.saved_ns < _MIN_OWN_RATIO * straggler.cost_ns
 
 
 def _stalled_before(removal: Removal, stalled: Removal | None) -> tuple[Removal, ...]:

@@ -201,14 +201,15 @@ class BlockingSync(Rule):
     How it is measured: gaps in compute that are the host's and began during a synchronizing call (Stream-, Event- or
     DeviceSynchronize, a blocking memcpy, aten::item), or contain one. Without the call, the host could have launched
     earlier by the time that it waited: gaps count for at most as long as it has waited in the step; the rest belongs to
-    HOST001. The saving by replay also counts later gaps, in which compute waits for one launch after the other, as
-    the host no longer leads the device. What one rank pauses for after waits of all ranks, beyond the others, belongs
-    to HOST001, too, if that is most of its gaps: it makes that rank a straggler (RANK001). Before the first launch of a
-    recording the replay counts what the other steps lose there, in the median. Where the host would launch later than
-    the device ends its work without the waits, too, only the waits are saved, and not the pauses after them. Time in
-    which a copy runs belongs to HOST004. FSDP1's rate limiter does not count. On a CPU run: ops that give values to
-    Python, and copies, norms, sums and the like directly before them, unless backward needs their results. Steps that
-    save are left out. The message quotes the median step of the worst device.
+    HOST001. The saving by replay also counts later gaps, in which compute waits for one launch after the other, as the
+    host no longer leads the device. Ranks that are late because they alone wait are its consequence. What one rank
+    pauses for after waits of all ranks, beyond the others, belongs to HOST001, too, if that is most of its gaps: it
+    makes that rank a straggler (RANK001). Before the first launch of a recording the replay counts what the other steps
+    lose there, in the median. Where the host would launch later than the device ends its work without the waits, too,
+    only the waits are saved, and not the pauses after them. Time in which a copy runs belongs to HOST004. FSDP1's rate
+    limiter does not count. On a CPU run: ops that give values to Python, and copies, norms, sums and the like directly
+    before them, unless backward needs their results. Steps that save are left out. The message quotes the median step
+    of the worst device.
 
     How to fix: keep values on the device and read them every N steps, after the step's launches; copy with
     non_blocking=True into pinned memory and an event; use torch.where instead of an if on a tensor, and clip_grad_norm_

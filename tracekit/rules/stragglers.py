@@ -77,14 +77,14 @@ class Straggler(Rule):
     rank that waited longer for sends and receives of its pipeline than the other ranks of its stage did. The cost is
     the saving of a replay in which nobody waits for the rank (`tracekit whatif`): while the others wait, their hosts
     run ahead, so that part of the waiting is hidden. Where the late host loads data, synchronizes, allocates or saves
-    for longer than the others, or its device is idle for longer meanwhile, and that has a warning, it is the cost
-    without that. Below `min_cost_ratio` of the step, or where the others would wait even less without another rank, the
-    finding is information; that rank is the one for which they wait most in all steps, or in those without a single
-    stall (STEP001). Waits between pipeline stages do not count: they are the pipeline's bubble. Ranks that are late
-    because their experts are overloaded belong to EP001. Where the metrics log has counters of the GPUs (`record
-    --device-metrics`), the clock of the late rank is compared with the median of the others in the late steps: below
-    97% in at least half of them, its hardware is slower, and the message names the throttle reason that most of the
-    others do not have.
+    for longer than the others, or its device is idle for longer meanwhile, or later because that host alone waited for
+    it, and that has a warning, it is the cost without that. Below `min_cost_ratio` of the step, or where the others
+    would wait even less without another rank, the finding is information; that rank is the one for which they wait most
+    in all steps, or in those without a single stall (STEP001). Waits between pipeline stages do not count: they are the
+    pipeline's bubble. Ranks that are late because their experts are overloaded belong to EP001. Where the metrics log
+    has counters of the GPUs (`record --device-metrics`), the clock of the late rank is compared with the median of the
+    others in the late steps: below 97% in at least half of them, its hardware is slower, and the message names the
+    throttle reason that most of the others do not have.
 
     How to fix: remove extra calls, or divide them among the ranks; give each rank as many tokens (packing, bucketing by
     length, balanced experts). Where the GPU is slower, remove the cause: cooling, power supply, power limit, a clock

@@ -9,7 +9,7 @@ import polars as pl
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.replay.graph import causes, savings, what_if
-from tracekit.replay.graph.causes.cause import Cause, Pricing
+from tracekit.replay.graph.causes.cause import Cause, Kind, Pricing
 from tracekit.replay.graph.causes.stalls import Removal
 from tracekit.rules import cost_attribution, straggler_consequences
 from tracekit.rules.rule import Finding, Report, Rule, Severity, WhatIf, cost_order, warnings
@@ -54,7 +54,7 @@ def _findings(report: Report, cause: Cause, rule: Rule) -> Iterator[Finding]:
     sources = [
         finding
         for finding in warnings(report.findings)
-        if finding.is_priced and _removals(report.run, finding) and not _is_consequence(finding, cause)
+        if finding.is_priced and _removals(report.run, finding) and not _is_consequence(report.run, finding, cause)
     ]
     remaining_ns = _remaining_ns(report, cause, sources, alone.saved_ns)
     if remaining_ns < what_if.MIN_SAVED_RATIO * alone.step_ns:
@@ -73,6 +73,8 @@ def _findings(report: Report, cause: Cause, rule: Rule) -> Iterator[Finding]:
     saved = alone.steps.filter(pl.col("saved_ns") > 0).sort("saved_ns", "rank", "step", descending=[True, False, False])
     impact = min(1.0, remaining_ns / max(alone.step_ns, 1))
     is_judged = cause.is_attainable and source is None and not alone.caveat and rule == type(rule)()
+    ranks = _most_affected_ranks(report.run, cause)
+    on_ranks = f" on {units.numbers('rank', ranks)}" if ranks else ""
     yield Finding(
         cause.code(),
         cost_attribution.grade(impact, alone.confidence) if is_judged else Severity.INFO,
@@ -82,7 +84,8 @@ def _findings(report: Report, cause: Cause, rule: Rule) -> Iterator[Finding]:
         cost_ns=remaining_ns,
         confidence=alone.confidence,
         evidence=saved.head(_EVIDENCE_ROWS).select("window", "rank", "step", "duration_ns", "saved_ns"),
-        claim=f"Part of the step is lost to {cause.loss_in_words}",
+        ranks=ranks,
+        claim=f"Part of the step is lost to {cause.loss_in_words}{on_ranks}",
         what_if=WhatIf(cause, MIN_SAVED_RATIO),
         removals=(*(removal for finding in sources for removal in finding.removals), Removal(cause)),
         is_priced=True,
@@ -91,9 +94,26 @@ def _findings(report: Report, cause: Cause, rule: Rule) -> Iterator[Finding]:
     )
 
 
-def _is_consequence(finding: Finding, cause: Cause) -> bool:
-    """Whether a finding contains the time of what it follows from, such as late launches that of a source."""
-    return cause.pricing is Pricing.SOURCE and straggler_consequences.pricing_of(finding) is Pricing.CONSEQUENCE
+def _most_affected_ranks(run: Run, cause: Cause) -> tuple[int, ...]:
+    """The ranks that lose most of the time of a host cause, at most half of all; () where more do."""
+    if cause.kind is not Kind.HOST:
+        return ()
+    idle = savings.idle_time(run, cause)
+    times = savings.host_time(run, cause) if idle.is_empty() else idle
+    lost_ns: dict[int, int] = dict(times.iter_rows())
+    longest_ns = max(lost_ns.values(), default=0)
+    ranks = tuple(rank for rank, ns in lost_ns.items() if ns >= _MIN_OWN_RATIO * max(longest_ns, 1))
+    return ranks if 2 * len(ranks) <= len(lost_ns) else ()
+
+
+def _is_consequence(run: Run, finding: Finding, cause: Cause) -> bool:
+    """Whether a finding contains the time of what it follows from: late launches, and ranks late for a source."""
+    if cause.pricing is not Pricing.SOURCE:
+        return False
+    pricing = straggler_consequences.pricing_of(finding)
+    if pricing is Pricing.LATE_RANKS:
+        return cost_attribution.ends_with(run, finding, cause)
+    return pricing is Pricing.CONSEQUENCE
 
 
 def _removals(run: Run, finding: Finding) -> tuple[Removal, ...]:

@@ -30,6 +30,11 @@ def with_alike(waits: pl.DataFrame) -> pl.DataFrame:
     return waits.select("window", "step", "rank", alike=alike)
 
 
+def is_of_most(rank_count: int) -> pl.Expr:
+    """Whether most ranks wait as often: of a table with `alike`."""
+    return pl.col("alike") > _MOST * rank_count
+
+
 def pauses_of_one_rank(pauses: pl.DataFrame, rank_count: int) -> pl.DataFrame:
     """Pauses of hosts after waits for the device that one rank has alone, with usual_ns: those of most ranks.
 
@@ -44,7 +49,7 @@ def pauses_of_one_rank(pauses: pl.DataFrame, rank_count: int) -> pl.DataFrame:
     middle = (waiting - 1) // 2 - (waiting - paused).clip(0)
     sorted_ns = pl.col("dur_ns").sort().implode().over(_PLACE)
     usual_ns = pl.when(middle >= 0).then(sorted_ns.list.get(middle, null_on_oob=True)).otherwise(0)
-    shared = pauses.with_columns(usual_ns=usual_ns.cast(pl.Int64)).filter(waiting > _MOST * rank_count)
+    shared = pauses.with_columns(usual_ns=usual_ns.cast(pl.Int64), alike=waiting).filter(is_of_most(rank_count))
     excess_ns = (pl.col("dur_ns") - pl.col("usual_ns")).clip(0)
     is_of_rank = excess_ns.sum().over("window", "rank") > _MOST * pl.col("dur_ns").sum().over("window", "rank")
     return shared.filter(is_of_rank, excess_ns > 0)

@@ -257,6 +257,20 @@ def host_time(run: Run, cause: Cause) -> pl.DataFrame:
 
 
 @memoize
+def idle_time(run: Run, cause: Cause) -> pl.DataFrame:
+    """Time that each rank's device idles because of a cause whose host waits: columns rank, idle_ns.
+
+    One row per rank; none for causes of which the host's own time is the loss.
+    """
+    parts = [pl.DataFrame(schema=schema.columns("rank idle_ns"))]
+    if (idle_ns := cause.idle_ns) is not None:
+        parts += [
+            graph.frame.select("rank", pl.Series("idle_ns", idle_ns(graph), pl.Int64)) for graph in graphs_of(run)
+        ]
+    return pl.concat(parts).group_by("rank").agg(pl.col("idle_ns").sum()).sort("rank")
+
+
+@memoize
 def infers_waits(run: Run) -> bool:
     """Return whether event waits of streams are inferred, because the traces do not record them."""
     return any(bool((graph.edges.inferred & (graph.edges.kind == _EVENT)).any()) for graph in graphs_of(run))

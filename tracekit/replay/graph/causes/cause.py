@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import TypeAlias
 
+from tracekit.model.sweep_line import Ints
 from tracekit.replay.graph.dependency_graph import Graph
 
 Transform: TypeAlias = Callable[[Graph], Graph]
@@ -79,6 +80,9 @@ class Cause:
     also start the profiler there."""
     is_transfer_time: bool = False
     """Whether it contains the excess of collectives that stalled once."""
+    idle_ns: Callable[[Graph], Ints] | None = None
+    """Time that the device idles because of each node, in ns, if the host waits meanwhile or is not slower itself: on
+    ranks that have more such nodes than most."""
     is_hidden_elsewhere: bool = False
     """Whether its rule measures only host time after which the device is idle; a replay removes all of it."""
     removed_contention: Contention | None = None

@@ -293,6 +293,22 @@ def without_waits_and_pauses(graph: Graph) -> Graph:
     return without_waits(_with_leading_pause(graph, _pauses_after(graph, blocking)), blocking)
 
 
+def idle_after_waits_of_few_ranks(graph: Graph) -> Ints:
+    """Recorded time that compute idles after each blocking call, directly or at later launches, in ns.
+
+    Only on ranks that wait for the device more often in a step than most ranks do: waits of all make none of them late.
+    """
+    idle_ns = np.zeros(graph.count, np.int64)
+    if not graph.on_device or graph.frame["rank"].n_unique() == 1:
+        return idle_ns
+    calls = _numbered_calls(graph)
+    at = calls.filter(~idle_after_sync.is_of_most(calls["rank"].n_unique()))["at"].to_numpy()
+    blocking = at[_blocking_calls(graph)[at]]
+    if len(blocking):
+        idle_ns[blocking] = _idle_after_waits(graph, in_state(graph, host_state.SYNCHRONIZE))[blocking]
+    return idle_ns
+
+
 def _without_state(graph: Graph, state: str) -> Graph:
     """Return the graph without the host time in a state, between calls and in calls."""
     return without_waits(with_shorter_gaps(graph, gap_ns(graph, state)), in_state(graph, state))
@@ -350,7 +366,7 @@ BLOCKING_SYNC = Cause(
     loss="waits of the host for the device",
     codes=("HOST002",), kind=Kind.HOST, transform=blocking_sync, pricing=Pricing.SOURCE,
     idle_part=late_ranks.SYNCHRONIZE, is_before_window=True, is_usual_before_window=True, is_hidden_elsewhere=True,
-    is_attainable=True,
+    is_attainable=True, idle_ns=idle_after_waits_of_few_ranks,
     summary="the host never waits for the device in a call that leaves it idle",
     basis="synchronizing calls after which the device is idle at once or at later launches, except those of saves and "
     "the allocator, and the host's pause after each; FSDP1's rate limiter stays",
@@ -434,18 +450,27 @@ def _without_pauses_of_one_rank(graph: Graph, pauses_ns: Ints, after_wait: Flags
     rank_count = graph.frame["rank"].n_unique()
     if rank_count < 2 or not pauses_ns.any():
         return pauses_ns
-    waits = pl.Series("waits", in_state(graph, host_state.SYNCHRONIZE))
-    nodes = graph.frame.select("at", "rank", "step", "what", name="call", window=pl.lit(0)).with_columns(waits)
-    numbered = nodes.filter(what=HOST).with_columns(nth=pl.int_range(pl.len()).over("rank", "step", "name"))
-    alike = idle_after_sync.with_alike(numbered.group_by("window", "step", "rank").agg(pl.col("waits").sum()))
-    of_step = ["window", "step", "rank"]
-    numbered = numbered.join(alike, on=of_step, how="left", nulls_equal=True, maintain_order="left")
+    numbered = _numbered_calls(graph)
     at = numbered["at"].to_numpy()
     pauses = numbered.with_columns(dur_ns=pl.Series(pauses_ns[at], dtype=pl.Int64)).filter(pl.Series(after_wait[at]))
     alone = idle_after_sync.pauses_of_one_rank(pauses, rank_count)
     capped_ns = pauses_ns.copy()
     capped_ns[alone["at"].to_numpy()] = alone["usual_ns"].to_numpy()
     return capped_ns
+
+
+@memoize
+def _numbered_calls(graph: Graph) -> pl.DataFrame:
+    """Calls of the hosts: at, rank, step, what, name, window, waits, nth (of its name in the step) and alike.
+
+    `alike` is the number of ranks that wait for the device at least as often in the step as this one.
+    """
+    waits = pl.Series("waits", in_state(graph, host_state.SYNCHRONIZE))
+    nodes = graph.frame.select("at", "rank", "step", "what", name="call", window=pl.lit(0)).with_columns(waits)
+    numbered = nodes.filter(what=HOST).with_columns(nth=pl.int_range(pl.len()).over("rank", "step", "name"))
+    alike = idle_after_sync.with_alike(numbered.group_by("window", "step", "rank").agg(pl.col("waits").sum()))
+    of_step = ["window", "step", "rank"]
+    return numbered.join(alike, on=of_step, how="left", nulls_equal=True, maintain_order="left")
 
 
 def _typical_ns(graph: Graph, pauses_ns: Ints, previous: Ints, nodes: Ints) -> Ints:
