@@ -20,6 +20,7 @@ SUBJECT = "spread"
 """Subject of these findings: the thresholds of their rules are not met."""
 _MIN_OWN_RATIO = 0.5
 """Share of the saving that remains without the causes of warnings; below it, both are one trouble."""
+_NEARLY_ALL = 0.9
 _EVIDENCE_ROWS = 40
 _HOW_TO_FIX = re.compile(r"^How to fix: (.*?)(?:\n\n|\Z)", re.DOTALL | re.MULTILINE)
 
@@ -73,7 +74,7 @@ def _findings(report: Report, cause: Cause, rule: Rule) -> Iterator[Finding]:
     saved = alone.steps.filter(pl.col("saved_ns") > 0).sort("saved_ns", "rank", "step", descending=[True, False, False])
     impact = min(1.0, remaining_ns / max(alone.step_ns, 1))
     is_judged = cause.is_attainable and source is None and not alone.caveat and rule == type(rule)()
-    ranks = _most_affected_ranks(report.run, cause)
+    ranks = _most_affected_ranks(report.run, cause, alone.saved_ns)
     on_ranks = f" on {units.numbers('rank', ranks)}" if ranks else ""
     yield Finding(
         cause.code(),
@@ -94,8 +95,8 @@ def _findings(report: Report, cause: Cause, rule: Rule) -> Iterator[Finding]:
     )
 
 
-def _most_affected_ranks(run: Run, cause: Cause) -> tuple[int, ...]:
-    """The ranks that lose most of the time of a host cause, at most half of all; () where more do."""
+def _most_affected_ranks(run: Run, cause: Cause, saved_ns: int) -> tuple[int, ...]:
+    """The ranks, at most half, on which a host cause has nearly all of its saving; () where it is on more of them."""
     if cause.kind is not Kind.HOST:
         return ()
     idle = savings.idle_time(run, cause)
@@ -103,7 +104,10 @@ def _most_affected_ranks(run: Run, cause: Cause) -> tuple[int, ...]:
     lost_ns: dict[int, int] = dict(times.iter_rows())
     longest_ns = max(lost_ns.values(), default=0)
     ranks = tuple(rank for rank, ns in lost_ns.items() if ns >= _MIN_OWN_RATIO * max(longest_ns, 1))
-    return ranks if 2 * len(ranks) <= len(lost_ns) else ()
+    if not ranks or 2 * len(ranks) > len(lost_ns):
+        return ()
+    on_ranks = savings.saving_of(run, (Removal(cause, ranks),))
+    return ranks if on_ranks.saved_ns >= _NEARLY_ALL * saved_ns else ()
 
 
 def _is_consequence(run: Run, finding: Finding, cause: Cause) -> bool:
