@@ -67,6 +67,13 @@ class GpuHost:
         self._run("gpu_memcpy", "Memcpy DtoH (Device -> Pageable)", dur_us, STREAM, where)
         self.wait()
 
+    def copy_to_device(self, dur_us: float) -> None:
+        """Copy pageable memory to the device, on the stream of its kernels; the host waits for it."""
+        self._launch("cudaMemcpyAsync", LAUNCH_US)
+        where = {"correlation": self.correlation, "bytes": 1 << 24}
+        self._run("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", dur_us, STREAM, where)
+        self.wait()
+
     def copy_beside(self, dur_us: float, *, stream: int) -> tuple[float, float]:
         """Copy to the device on another stream; its start and end."""
         self._launch("cudaMemcpyAsync", LAUNCH_US)

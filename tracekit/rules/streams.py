@@ -316,10 +316,11 @@ class ExposedCopy(Rule):
     it moves, and a copy from or to pageable memory also blocks the host and is staged through a pinned buffer.
 
     How it is measured: per copy, its time without concurrent compute and collectives on the device; copies of saves are
-    left out. Together they take at most the step's exposed copy time. The cost is the saving of a replay in which
-    they take no exposed time (`tracekit whatif`): what another bottleneck hides is not saved. Bandwidth is stated for
-    copies of 1 MiB or more, and called slow below `slow_bytes_per_ns` GB/s if they are from or to the host: PCIe 3.0
-    x16 moves 12 GB/s. Steps that save are left out; the message quotes the median step of the worst device.
+    left out. Together they take at most the step's exposed copy time. The cost is the saving of a replay in which they
+    take no exposed time, and the host does not wait for those from pageable memory to the device (`tracekit whatif`):
+    what another bottleneck hides is not saved. Bandwidth is stated for copies of 1 MiB or more, and called slow below
+    `slow_bytes_per_ns` GB/s if they are from or to the host: PCIe 3.0 x16 moves 12 GB/s. Steps that save are left out;
+    the message quotes the median step of the worst device.
 
     How to fix: to the device: DataLoader(pin_memory=True) and .to(device, non_blocking=True) one batch ahead on a
     stream of its own, one large tensor instead of many small ones, or creation on the device. To the host: keep values
@@ -327,8 +328,8 @@ class ExposedCopy(Rule):
     devices: send on a stream of its own while compute goes on. Within a device: views in place of clone(), out=…,
     torch.compile. Memory sets: torch.empty in place of torch.zeros where all is overwritten.
 
-    Blind spots: the time for which the host waits for such a copy belongs to HOST002. Copies by kernels that read host
-    memory (UVA, managed memory) look like compute.
+    Blind spots: the time for which the host waits for a copy to the host belongs to HOST002. Copies by kernels that
+    read host memory (UVA, managed memory) look like compute.
     """
 
     code: ClassVar[str] = "HOST004"

@@ -11,7 +11,7 @@ from tracekit.analysis.parallelism import late_ranks
 from tracekit.analysis.time import host_state
 from tracekit.model.sweep_line import Flags
 from tracekit.replay.graph.causes.cause import Cause, Kind, Pricing
-from tracekit.replay.graph.causes.host import gap_ns, with_shorter_gaps, with_zero_time
+from tracekit.replay.graph.causes.host import copies_awaited, gap_ns, with_shorter_gaps, with_zero_time
 from tracekit.replay.graph.dependency_graph import RELEASE, Graph, InsufficientDataError, replace_unequal
 from tracekit.replay.graph.nodes import HOST
 
@@ -35,6 +35,11 @@ def without_avoidable_time(graph: Graph, cause: int) -> Graph:
     pause_ns = np.zeros(graph.count, np.int64)
     pause_ns[nodes] = np.minimum(np.maximum(-remaining_ns, 0), gap_ns(graph, host_state.PYTHON)[nodes])
     return with_shorter_gaps(shorter, pause_ns)
+
+
+def without_host_copies(graph: Graph) -> Graph:
+    """Let copies between host and device take no exposed time, and the host not wait for those to the device."""
+    return without_avoidable_time(copies_awaited(graph), avoidable_time.HOST_COPY)
 
 
 def without_recomputation(graph: Graph) -> Graph:
@@ -217,11 +222,12 @@ HOST_COPIES = Cause(
     name="host-copies",
     loss="copies between host and device",
     codes=("HOST004",), kind=Kind.COMPUTE,
-    transform=partial(without_avoidable_time, cause=avoidable_time.HOST_COPY), confidence=0.8,
+    transform=without_host_copies, confidence=0.8,
     pricing=Pricing.SOURCE,
     is_attainable=True,
-    summary="copies between host and device are overlapped",
-    basis="copies between host and device, for as long as neither compute nor a collective runs",
+    summary="copies between host and device are overlapped, and the host does not wait for those to the device",
+    basis="copies between host and device, for as long as neither compute nor a collective runs, and waits of the host "
+    "for copies from pageable memory that leave the device idle",
 )  # fmt: skip
 
 

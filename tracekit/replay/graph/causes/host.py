@@ -16,6 +16,7 @@ from tracekit.replay.graph.nodes import GAP_COLUMNS, HOST, STEP_END, WORK
 
 _SHORT_RATIO = 0.1
 _LEAD_ROUNDS = 8  # replays; a lead passes from wait to wait: with ten waits in each step, eight found all
+_PAGEABLE_TO_DEVICE = r"HtoD.*Pageable"
 _MIN_OTHERS = 2
 """Other steps of which a median is usual."""
 _SPLIT_RATIO = 0.5
@@ -268,13 +269,31 @@ def without_waits(graph: Graph, which: Flags) -> Graph:
 def blocking_sync(graph: Graph) -> Graph:
     """Remove the host's waits that leave the device idle, and its pauses after them as far as queued work hides them.
 
-    Those of saves, allocator and rate limiter stay. Where the host launches the last work later than the device would
-    end it, the step is launch-bound without the waits, too: then nothing is queued that hides pauses, and they stay.
-    Raises InsufficientDataError for a CPU run.
+    Those of saves, allocator and rate limiter stay, and those for copies to the device (`copies_awaited`). Raises
+    InsufficientDataError for a CPU run.
     """
     if not graph.on_device:
         raise InsufficientDataError("no device activity was recorded, so what the host waits for is not known")
-    without_pauses, with_pauses = without_waits_and_pauses(graph), without_waits(graph, _blocking_calls(graph))
+    return _without_hidden_pauses(graph, ~_waits_for_copies(graph))
+
+
+def copies_awaited(graph: Graph) -> Graph:
+    """Remove the host's waits for copies to the device that leave it idle, and pauses after them, as `blocking_sync`.
+
+    The call that copies pageable memory returns when that is done: it waits for all queued work before, too.
+    """
+    waits = _waits_for_copies(graph)
+    return _without_hidden_pauses(graph, waits) if waits.any() else graph
+
+
+def _without_hidden_pauses(graph: Graph, calls: Flags) -> Graph:
+    """Remove blocking waits among some calls, with the pauses after them unless the step stays launch-bound.
+
+    Where the host launches the last work later than the device would end it, the step is launch-bound without the
+    waits, too: then nothing is queued that hides pauses, and they stay.
+    """
+    without_pauses = without_waits_and_pauses(graph, calls)
+    with_pauses = without_waits(graph, _blocking_calls(graph) & calls)
     work = np.flatnonzero(graph.column("what") == WORK)
     launches = graph.launch[work]
     launched_ns = with_pauses.replay.end_ns[launches[launches >= 0]].max(initial=0)
@@ -282,15 +301,32 @@ def blocking_sync(graph: Graph) -> Graph:
     return with_pauses if is_launch_bound else without_pauses
 
 
-def without_waits_and_pauses(graph: Graph) -> Graph:
-    """Remove the host's waits that leave the device idle, and its pauses after them.
+def without_waits_and_pauses(graph: Graph, calls: Flags) -> Graph:
+    """Remove those of the host's waits in some calls that leave the device idle, and its pauses after them.
 
     While the host pauses after a wait, nothing is queued: that pause would be hidden without the wait. A pause after a
     call that found the device idle is for what the host reads, too. A wait after which the device goes on costs
     nothing, and stays: one for a copy on another stream, or directly before a launch.
     """
-    blocking = _blocking_calls(graph)
+    blocking = _blocking_calls(graph) & calls
     return without_waits(_with_leading_pause(graph, _pauses_after(graph, blocking)), blocking)
+
+
+def _waits_for_copies(graph: Graph) -> Flags:
+    """Mark the host calls whose wait ends with a copy from pageable memory to the device."""
+    edges = graph.edges
+    is_wait = in_state(graph, host_state.SYNCHRONIZE)
+    at = np.flatnonzero((edges.awaited >= 0) & (edges.waiting < graph.count))
+    at = at[is_wait[edges.waiting[at]]]
+    waiting, awaited = edges.waiting[at], edges.awaited[at]
+    end_ns = graph.replay.end_ns[awaited]
+    last = np.lexsort((end_ns, waiting))
+    last = last[np.append(waiting[last][1:] != waiting[last][:-1], True)] if len(last) else last
+    name = graph.frame["name"]
+    is_copy = graph.matches("kind", "memcpy") & name.str.contains(_PAGEABLE_TO_DEVICE).fill_null(value=False).to_numpy()
+    waits = np.zeros(graph.count, bool)
+    waits[waiting[last]] = np.append(is_copy, np.zeros(len(graph.own_ns) - graph.count, bool))[awaited[last]]
+    return waits
 
 
 def idle_after_waits_of_few_ranks(graph: Graph) -> Ints:
@@ -368,8 +404,8 @@ BLOCKING_SYNC = Cause(
     idle_part=late_ranks.SYNCHRONIZE, is_before_window=True, is_usual_before_window=True, is_hidden_elsewhere=True,
     is_attainable=True, idle_ns=idle_after_waits_of_few_ranks,
     summary="the host never waits for the device in a call that leaves it idle",
-    basis="synchronizing calls after which the device is idle at once or at later launches, except those of saves and "
-    "the allocator, and the host's pause after each; FSDP1's rate limiter stays",
+    basis="synchronizing calls after which the device is idle at once or at later launches, except those of saves, "
+    "the allocator and copies to the device, and the host's pause after each; FSDP1's rate limiter stays",
     removed_stalls=(host_stalls.SYNC,),
     excluded_stalls=(host_stalls.RETRY, host_stalls.ALLOCATION, host_stalls.DATA, host_stalls.SAVE),
 )  # fmt: skip
