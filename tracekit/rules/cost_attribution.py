@@ -294,6 +294,19 @@ def _stalled_before(removal: Removal, stalled: Removal | None) -> tuple[Removal,
     return (stalled,) if stalled and removal.cause.is_transfer_time else ()
 
 
+def _stalls_before(run: Run, removal: Removal, others: tuple[Removal, ...]) -> tuple[Removal, ...]:
+    """The single stalls of late ranks, if most of the waiting for these ranks is for them; else they are a part of it.
+
+    Late ranks that take no time of their own begin so early that their stalls are hidden, too.
+    """
+    stalls = tuple(span for span in removal.stalls if span.rank in removal.ranks)
+    first = (*others, Removal(SINGLE_STALL, (), stalls)) if stalls else ()
+    whole, rest = mean_saving(run, removal, others or None), mean_saving(run, removal, first)
+    if whole is None or rest is None or rest.saved_ns >= _MIN_OWN_RATIO * whole.saved_ns:
+        return ()
+    return first[-1:]
+
+
 def _is_costly(finding: Finding) -> bool:
     """Whether the cost that the rule of a finding measured is enough to report it."""
     return finding.what_if is None or finding.impact >= finding.what_if.min_saved_ratio
@@ -318,6 +331,8 @@ def _price(
     late = [earlier for earlier in removed if earlier.cause.pricing is Pricing.LATE_RANKS]
     others = tuple(late) if pricing_of(finding) is Pricing.LATE_RANKS else ()
     is_replayed = not finding.ranks or bool(set(finding.ranks) & set(run.ranks))
+    if is_replayed and pricing_of(finding) is Pricing.LATE_RANKS:
+        others += _stalls_before(run, removal, others)
     solo = mean_saving(run, removal, others or None) if is_replayed else None
     if solo is None:
         return [finding] if _is_costly(finding) else []

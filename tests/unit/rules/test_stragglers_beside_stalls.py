@@ -39,3 +39,38 @@ def test_a_slow_device_is_a_straggler_whether_or_not_another_rank_stalls_once(st
     assert warnings["RANK001"].cost_ns == pytest.approx(1000 * BLOCKS * KERNELS * LATER_US, rel=0.1)
     assert "RANK003" not in warnings
     assert ("STEP001" in warnings) == (stall_us > 0)
+
+
+PAUSE_US, STALL_US, STALLED_STEP = 300.0, 20_000.0, 5
+
+
+def launch_bound_job(pause_us, stall_us):
+    """Return ranks whose hosts limit them; that of one pauses in each step, and stalls in one of them, too."""
+    hosts = [GpuHost(rank, RANKS) for rank in range(RANKS)]
+    for step in range(STEPS):
+        with common_step(hosts, step):
+            for block in range(BLOCKS):
+                hosts[SLOW].pause(pause_us / BLOCKS + stall_us * (step == STALLED_STEP and block == BLOCKS // 2))
+                for host in hosts:
+                    for number in range(10 * KERNELS):
+                        host.kernel(f"add_{number}", 4.0)
+                all_reduce(hosts, 30.0)
+    return hosts
+
+
+def test_a_stall_of_a_straggler_is_not_in_its_price(tmp_path):
+    """A rank that takes no time of its own is so far ahead that its stall is hidden, too: that is no lateness of it."""
+    ended_us = [
+        max(max(host.free_us.values()) for host in launch_bound_job(*pauses_us))
+        for pauses_us in ((0, 0), (PAUSE_US, 0), (PAUSE_US, STALL_US))
+    ]
+    pauses_ns, stall_ns = (1000 * (ended_us[n + 1] - ended_us[n]) / STEPS for n in range(2))
+    hosts = launch_bound_job(PAUSE_US, STALL_US)
+    for host in hosts:
+        host.wait()
+        host.write(tmp_path)
+    findings = {finding.code: finding for finding in check(load(tmp_path, cache=False)).findings}
+    assert findings["STEP001"].severity is Severity.WARNING
+    assert findings["STEP001"].cost_ns == pytest.approx(stall_ns, rel=0.1)
+    assert findings["RANK001"].ranks == (SLOW,)
+    assert findings["RANK001"].cost_ns == pytest.approx(pauses_ns, rel=0.2)
