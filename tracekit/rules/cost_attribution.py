@@ -12,6 +12,8 @@ from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.replay.graph import representative_ranks, savings
 from tracekit.replay.graph.causes.cause import Cause, Pricing
+from tracekit.replay.graph.causes.device_time import HOST_COPIES
+from tracekit.replay.graph.causes.host import BLOCKING_SYNC
 from tracekit.replay.graph.causes.stalls import OCCASIONAL_STRAGGLER, SINGLE_STALL, STALLED_COLLECTIVE, Removal
 from tracekit.replay.graph.nodes import WORK
 from tracekit.rules import outlier_steps, slow_collectives, straggler_consequences, stragglers
@@ -95,6 +97,7 @@ def attribute_costs(report: Report) -> Report:
             causing.setdefault(cause, repriced[0])
     if removed:
         findings = [_beyond(run, finding, removed, causing) for finding in findings]
+        findings = [_of_copies(finding, causing) for finding in findings]
         findings = [outlier_steps.downgrade_repeated(finding, findings, stalls) for finding in findings]
         findings = [
             straggler_consequences.within_stragglers(report.run, run, finding, findings) for finding in findings
@@ -222,6 +225,17 @@ def _beyond(run: Run, finding: Finding, removed: list[Removal], causing: Mapping
     if is_minor or is_occasional:
         return explained
     return replace(explained, cost_ns=int(ratio * finding.cost_ns), impact=ratio * finding.impact)
+
+
+def _of_copies(finding: Finding, causing: Mapping[Cause, Finding]) -> Finding:
+    """A finding on waits for the device as a consequence of one on copies, if little of its price remains without them.
+
+    The price of copies contains the waits for them.
+    """
+    is_of_waits = finding.what_if is not None and finding.what_if.cause is BLOCKING_SYNC and finding.is_priced
+    if not is_of_waits or HOST_COPIES not in causing or finding.cost_ns >= _MIN_OWN_RATIO * finding.measured_ns:
+        return finding
+    return replace(finding, severity=Severity.INFO, consequence_of=causing[HOST_COPIES].id)
 
 
 def _in_order(run: Run, findings: Sequence[Finding]) -> list[Finding]:

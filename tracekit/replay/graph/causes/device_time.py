@@ -225,7 +225,7 @@ HOST_COPIES = Cause(
     transform=without_host_copies, confidence=0.8,
     pricing=Pricing.SOURCE,
     is_attainable=True,
-    summary="copies between host and device are overlapped, and the host does not wait for those to the device",
+    summary="copies between host and device are overlapped and those to the device do not block the host",
     basis="copies between host and device, for as long as neither compute nor a collective runs, and waits of the host "
     "for copies from pageable memory that leave the device idle",
 )  # fmt: skip
