@@ -12,7 +12,7 @@ from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.replay.graph import representative_ranks, savings
 from tracekit.replay.graph.causes.cause import Cause, Pricing
-from tracekit.replay.graph.causes.device_time import HOST_COPIES
+from tracekit.replay.graph.causes.device_time import HOST_COPIES, STRAGGLER
 from tracekit.replay.graph.causes.host import BLOCKING_SYNC
 from tracekit.replay.graph.causes.stalls import OCCASIONAL_STRAGGLER, SINGLE_STALL, STALLED_COLLECTIVE, Removal
 from tracekit.replay.graph.nodes import WORK
@@ -91,7 +91,7 @@ def attribute_costs(report: Report) -> Report:
         # A replay confirms a warning, or finds that it is the consequence of another one.
         confirmed = repriced if pricing is Pricing.LATE_RANKS else warnings(repriced)
         # Ranks that wait in turn may do so for late launches, whose price has to contain that.
-        is_judged = finding.severity > Severity.INFO and pricing is not Pricing.INDEPENDENT and finding.code != _UNEVEN
+        is_judged = finding.severity > Severity.INFO and pricing is not Pricing.INDEPENDENT and not _is_uneven(finding)
         if is_judged and any(part.is_priced and part.cost_ns > 0 for part in confirmed):
             removed.append(removal)
             causing.setdefault(cause, repriced[0])
@@ -204,7 +204,7 @@ def _beyond(run: Run, finding: Finding, removed: list[Removal], causing: Mapping
     is_uneven = finding.code == _UNEVEN and finding.what_if is None
     is_occasional = finding.code == _OCCASIONAL
     is_minor = pricing_of(finding) is Pricing.LATE_RANKS and (
-        finding.severity is Severity.INFO or finding.code == _UNEVEN
+        finding.severity is Severity.INFO or _is_uneven(finding)
     )
     if not is_uneven and not is_occasional and (not is_minor or finding.consequence_of):
         return finding
@@ -225,6 +225,11 @@ def _beyond(run: Run, finding: Finding, removed: list[Removal], causing: Mapping
     if is_minor or is_occasional:
         return explained
     return replace(explained, cost_ns=int(ratio * finding.cost_ns), impact=ratio * finding.impact)
+
+
+def _is_uneven(finding: Finding) -> bool:
+    """Whether a finding is on ranks that wait in turn, of which it names none as late."""
+    return finding.code == _UNEVEN and (finding.what_if is None or finding.what_if.cause is not STRAGGLER)
 
 
 def _of_copies(finding: Finding, causing: Mapping[Cause, Finding]) -> Finding:
