@@ -54,8 +54,9 @@ def attribute_costs(report: Report) -> Report:
     2. STEP004: only its stalled collectives are removed. Causes in the time of transfers are priced without them.
     3. Data loading, blocking calls, allocator calls, saves, device stalls and clock drops.
     4. Stragglers, which may be late because of 3: without the causes of 3 that have a warning. If less than half of the
-       cost remains, the finding becomes information. Of several, each is priced after the costlier ones. Smaller stalls
-       of 1, and copies, of a straggler alone are information if its price contains them.
+       cost remains, the finding becomes information. Of several, each is priced after the costlier ones. A stall of 1
+       that is most of a straggler's price is not in it; smaller ones, and copies, of a straggler alone are information
+       if its price contains them.
     5. Ranks that are late in some steps, then late launches: without all of these and without stragglers.
 
     In a run with many ranks, representative ranks are replayed, and a note names them. The cost of a finding on other
@@ -203,9 +204,7 @@ def _beyond(run: Run, finding: Finding, removed: list[Removal], causing: Mapping
     """
     is_uneven = finding.code == _UNEVEN and finding.what_if is None
     is_occasional = finding.code == _OCCASIONAL
-    is_minor = pricing_of(finding) is Pricing.LATE_RANKS and (
-        finding.severity is Severity.INFO or _is_uneven(finding)
-    )
+    is_minor = pricing_of(finding) is Pricing.LATE_RANKS and (finding.severity is Severity.INFO or _is_uneven(finding))
     if not is_uneven and not is_occasional and (not is_minor or finding.consequence_of):
         return finding
     others = [removal for removal in removed if not (is_minor and removal.cause.pricing is Pricing.LATE_RANKS)]
@@ -313,17 +312,21 @@ def _stalled_before(removal: Removal, stalled: Removal | None) -> tuple[Removal,
     return (stalled,) if stalled and removal.cause.is_transfer_time else ()
 
 
-def _stalls_before(run: Run, removal: Removal, others: tuple[Removal, ...]) -> tuple[Removal, ...]:
-    """The single stalls of late ranks, if most of the waiting for these ranks is for them; else they are a part of it.
+def _before_late_ranks(run: Run, removal: Removal, late: Sequence[Removal]) -> tuple[Removal, ...]:
+    """What is removed before late ranks: costlier ones, and single stalls of theirs that most of the waiting is for.
 
-    Late ranks that take no time of their own begin so early that their stalls are hidden, too.
+    Smaller stalls are a part of the waiting. Late ranks that take no time of their own begin so early that their stalls
+    are hidden, too. Empty for other causes.
     """
+    if removal.cause.pricing is not Pricing.LATE_RANKS:
+        return ()
+    others = tuple(late)
     stalls = tuple(span for span in removal.stalls if span.rank in removal.ranks)
     first = (*others, Removal(SINGLE_STALL, (), stalls)) if stalls else ()
     whole, rest = mean_saving(run, removal, others or None), mean_saving(run, removal, first)
     if whole is None or rest is None or rest.saved_ns >= _MIN_OWN_RATIO * whole.saved_ns:
-        return ()
-    return first[-1:]
+        return others
+    return first
 
 
 def _is_costly(finding: Finding) -> bool:
@@ -348,10 +351,8 @@ def _price(
     """
     # Ranks that are late at the same collectives hide each other: without the first, the second delays the others.
     late = [earlier for earlier in removed if earlier.cause.pricing is Pricing.LATE_RANKS]
-    others = tuple(late) if pricing_of(finding) is Pricing.LATE_RANKS else ()
     is_replayed = not finding.ranks or bool(set(finding.ranks) & set(run.ranks))
-    if is_replayed and pricing_of(finding) is Pricing.LATE_RANKS:
-        others += _stalls_before(run, removal, others)
+    others = _before_late_ranks(run, removal, late) if is_replayed else ()
     solo = mean_saving(run, removal, others or None) if is_replayed else None
     if solo is None:
         return [finding] if _is_costly(finding) else []

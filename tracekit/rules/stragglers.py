@@ -78,13 +78,14 @@ class Straggler(Rule):
     the saving of a replay in which nobody waits for the rank (`tracekit whatif`): while the others wait, their hosts
     run ahead, so that part of the waiting is hidden. Where the late host loads data, synchronizes, allocates or saves
     for longer than the others, or its device is idle for longer meanwhile, or later because that host alone waited for
-    it, and that has a warning, it is the cost without that. Below `min_cost_ratio` of the step, or where the others
-    would wait even less without another rank, the finding is information; that rank is the one for which they wait most
-    in all steps, or in those without a single stall (STEP001). Waits between pipeline stages do not count: they are the
-    pipeline's bubble. Ranks that are late because their experts are overloaded belong to EP001. Where the metrics log
-    has counters of the GPUs (`record --device-metrics`), the clock of the late rank is compared with the median of the
-    others in the late steps: below 97% in at least half of them, its hardware is slower, and the message names the
-    throttle reason that most of the others do not have.
+    it, and that has a warning, it is the cost without that; and without a single stall of the rank (STEP001) that most
+    of the waiting is for. Below `min_cost_ratio` of the step, or where the others would wait even less without another
+    rank, the finding is information; that rank is the one for which they wait most in all steps, or in those without a
+    single stall (STEP001). Waits between pipeline stages do not count: they are the pipeline's bubble. Ranks that are
+    late because their experts are overloaded belong to EP001. Where the metrics log has counters of the GPUs (`record
+    --device-metrics`), the clock of the late rank is compared with the median of the others in the late steps: below
+    97% in at least half of them, its hardware is slower, and the message names the throttle reason that most of the
+    others do not have.
 
     How to fix: remove extra calls, or divide them among the ranks; give each rank as many tokens (packing, bucketing by
     length, balanced experts). Where the GPU is slower, remove the cause: cooling, power supply, power limit, a clock
@@ -332,10 +333,11 @@ class UnevenRanks(Rule):
     left out. The work of the rank that the others wait for most in a step is compared with theirs, as in RANK001. If
     two thirds of the waiting are for one rank in more than half of the steps, or half of all waiting would end if it
     arrived with the second-last one, the finding names it, with the saving of a replay in which nobody waits for it;
-    else it says how ranks vary. Where ranks take turns within a step, calls are compared between the same collectives:
-    at how many each rank is last, and what it takes longer for before these. Where more than half of the waiting ends
-    in a replay without the causes that have a warning, such as late launches, the finding is information, with the cost
-    of the rest. Where ranks take turns, do the same work, and one or two collectives have half of the waiting, it is
+    else it says how ranks vary. A named rank is priced as in RANK001: before late launches, which are priced without
+    it. Where ranks take turns within a step, calls are compared between the same collectives: at how many each rank is
+    last, and what it takes longer for before these. Where ranks vary and more than half of the waiting ends in a replay
+    without the causes that have a warning, such as late launches, the finding is information, with the cost of the
+    rest. Where ranks take turns, do the same work, and one or two collectives have half of the waiting, it is
     information: single pauses explain it as well. Below `min_wait_ratio`, the rank that the others wait for most is
     information if a replay in which nobody waits for it saves `min_latest_ratio` of the step.
 
