@@ -315,13 +315,14 @@ def _stalled_before(removal: Removal, stalled: Removal | None) -> tuple[Removal,
 def _before_late_ranks(run: Run, removal: Removal, late: Sequence[Removal]) -> tuple[Removal, ...]:
     """What is removed before late ranks: costlier ones, and single stalls of theirs that most of the waiting is for.
 
-    Smaller stalls are a part of the waiting. Late ranks that take no time of their own begin so early that their stalls
-    are hidden, too. Empty for other causes.
+    Smaller stalls are a part of the waiting, and in those of all ranks nobody waits for them. Late ranks that take no
+    time of their own begin so early that their stalls are hidden, too. Empty for other causes.
     """
     if removal.cause.pricing is not Pricing.LATE_RANKS:
         return ()
     others = tuple(late)
-    stalls = tuple(span for span in removal.stalls if span.rank in removal.ranks)
+    shared = {(span.window, span.stall) for span in removal.stalls if span.rank not in removal.ranks}
+    stalls = tuple(span for span in removal.stalls if (span.window, span.stall) not in shared)
     first = (*others, Removal(SINGLE_STALL, (), stalls)) if stalls else ()
     whole, rest = mean_saving(run, removal, others or None), mean_saving(run, removal, first)
     if whole is None or rest is None or rest.saved_ns >= _MIN_OWN_RATIO * whole.saved_ns:

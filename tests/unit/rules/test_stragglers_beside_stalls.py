@@ -44,13 +44,16 @@ def test_a_slow_device_is_a_straggler_whether_or_not_another_rank_stalls_once(st
 PAUSE_US, STALL_US, STALLED_STEP = 300.0, 20_000.0, 5
 
 
-def launch_bound_job(pause_us, stall_us):
-    """Return ranks whose hosts limit them; that of one pauses in each step, and stalls in one of them, too."""
+def launch_bound_job(pause_us, stall_us, stalling=(SLOW,)):
+    """Return ranks whose hosts limit them; that of one pauses in each step, and some stall in one of them."""
     hosts = [GpuHost(rank, RANKS) for rank in range(RANKS)]
     for step in range(STEPS):
         with common_step(hosts, step):
             for block in range(BLOCKS):
-                hosts[SLOW].pause(pause_us / BLOCKS + stall_us * (step == STALLED_STEP and block == BLOCKS // 2))
+                hosts[SLOW].pause(pause_us / BLOCKS)
+                if (step, block) == (STALLED_STEP, BLOCKS // 2):
+                    for rank in stalling:
+                        hosts[rank].pause(stall_us)
                 for host in hosts:
                     for number in range(10 * KERNELS):
                         host.kernel(f"add_{number}", 4.0)
@@ -73,4 +76,16 @@ def test_a_stall_of_a_straggler_is_not_in_its_price(tmp_path):
     assert findings["STEP001"].severity is Severity.WARNING
     assert findings["STEP001"].cost_ns == pytest.approx(stall_ns, rel=0.1)
     assert findings["RANK001"].ranks == (SLOW,)
+    assert findings["RANK001"].cost_ns == pytest.approx(pauses_ns, rel=0.2)
+
+
+def test_a_straggler_keeps_its_price_beside_a_stall_of_all_ranks(tmp_path):
+    hosts = launch_bound_job(PAUSE_US, 0)
+    pauses_ns = 1000 * (max(hosts[0].free_us.values()) - max(launch_bound_job(0, 0)[0].free_us.values())) / STEPS
+    stalled = launch_bound_job(PAUSE_US, STALL_US, stalling=range(RANKS))
+    for host in stalled:
+        host.wait()
+        host.write(tmp_path)
+    findings = {finding.code: finding for finding in check(load(tmp_path, cache=False)).findings}
+    assert (findings["STEP001"].severity, findings["STEP001"].ranks) == (Severity.WARNING, ())
     assert findings["RANK001"].cost_ns == pytest.approx(pauses_ns, rel=0.2)
