@@ -313,20 +313,11 @@ def without_waits_and_pauses(graph: Graph, calls: Flags) -> Graph:
 
 
 def _waits_for_copies(graph: Graph) -> Flags:
-    """Mark the host calls whose wait ends with a copy from pageable memory to the device."""
-    edges = graph.edges
-    is_wait = in_state(graph, host_state.SYNCHRONIZE)
-    at = np.flatnonzero((edges.awaited >= 0) & (edges.waiting < graph.count))
-    at = at[is_wait[edges.waiting[at]]]
-    waiting, awaited = edges.waiting[at], edges.awaited[at]
-    end_ns = graph.replay.end_ns[awaited]
-    last = np.lexsort((end_ns, waiting))
-    last = last[np.append(waiting[last][1:] != waiting[last][:-1], True)] if len(last) else last
+    """Mark the host's waits directly after a call that copies pageable memory to the device: they are for the copy."""
     name = graph.frame["name"]
     is_copy = graph.matches("kind", "memcpy") & name.str.contains(_PAGEABLE_TO_DEVICE).fill_null(value=False).to_numpy()
-    waits = np.zeros(graph.count, bool)
-    waits[waiting[last]] = np.append(is_copy, np.zeros(len(graph.own_ns) - graph.count, bool))[awaited[last]]
-    return waits
+    launches = graph.launch[: graph.count][is_copy]
+    return in_state(graph, host_state.SYNCHRONIZE) & np.isin(graph.chain[: graph.count], launches[launches >= 0])
 
 
 def idle_after_waits_of_few_ranks(graph: Graph) -> Ints:
