@@ -231,6 +231,11 @@ def _is_uneven(finding: Finding) -> bool:
     return finding.code == _UNEVEN and (finding.what_if is None or finding.what_if.cause is not STRAGGLER)
 
 
+def copies_before(cause: Cause) -> tuple[Removal, ...]:
+    """The removal of copies where a cause is waits for the device: those for copies are in the price of copies."""
+    return (Removal(HOST_COPIES),) if cause is BLOCKING_SYNC else ()
+
+
 def _of_copies(finding: Finding, causing: Mapping[Cause, Finding]) -> Finding:
     """A finding on waits for the device as a consequence of one on copies, if little of its price remains without them.
 
@@ -358,7 +363,7 @@ def _price(
     if solo is None:
         return [finding] if _is_costly(finding) else []
     before = _causes_before(run, finding, removed)
-    first = (*_stalled_before(removal, stalled), *before, *others)
+    first = (*_stalled_before(removal, stalled), *copies_before(removal.cause), *before, *others)
     if what_if.cause is OCCASIONAL_STRAGGLER and solo.saved_ns < _MIN_EXPLAINED_RATIO * finding.cost_ns:
         return [_of_ended_lead(run, finding, removal)]
     hidden_behind = straggler_consequences.hidden_behind(run, removal, late, solo)

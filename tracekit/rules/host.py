@@ -206,10 +206,11 @@ class BlockingSync(Rule):
     pauses for after waits of all ranks, beyond the others, belongs to HOST001, too, if that is most of its gaps: it
     makes that rank a straggler (RANK001). Before the first launch of a recording the replay counts what the other steps
     lose there, in the median. Where the host would launch later than the device ends its work without the waits, too,
-    only the waits are saved, and not the pauses after them. Time in which a copy runs belongs to HOST004, and so does,
-    in replays, a wait for a copy from pageable memory to the device. FSDP1's rate limiter does not count. On a CPU run:
-    ops that give values to Python, and copies, norms, sums and the like directly before them, unless backward needs
-    their results. Steps that save are left out. The message quotes the median step of the worst device.
+    only the waits are saved, and not the pauses after them. Time in which a copy runs belongs to HOST004, and so does a
+    wait for a copy from pageable memory to the device: the saving is without these copies. FSDP1's rate limiter does
+    not count. On a CPU run: ops that give values to Python, and copies, norms, sums and the like directly before them,
+    unless backward needs their results. Steps that save are left out. The message quotes the median step of the worst
+    device.
 
     How to fix: keep values on the device and read them every N steps, after the step's launches; copy with
     non_blocking=True into pinned memory and an event; use torch.where instead of an if on a tensor, and clip_grad_norm_

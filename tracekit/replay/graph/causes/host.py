@@ -269,12 +269,11 @@ def without_waits(graph: Graph, which: Flags) -> Graph:
 def blocking_sync(graph: Graph) -> Graph:
     """Remove the host's waits that leave the device idle, and its pauses after them as far as queued work hides them.
 
-    Those of saves, allocator and rate limiter stay, and those for copies to the device (`copies_awaited`). Raises
-    InsufficientDataError for a CPU run.
+    Those of saves, allocator and rate limiter stay. Raises InsufficientDataError for a CPU run.
     """
     if not graph.on_device:
         raise InsufficientDataError("no device activity was recorded, so what the host waits for is not known")
-    return _without_hidden_pauses(graph, ~_waits_for_copies(graph))
+    return _without_hidden_pauses(graph, np.ones(graph.count, bool))
 
 
 def copies_awaited(graph: Graph) -> Graph:
@@ -395,8 +394,8 @@ BLOCKING_SYNC = Cause(
     idle_part=late_ranks.SYNCHRONIZE, is_before_window=True, is_usual_before_window=True, is_hidden_elsewhere=True,
     is_attainable=True, idle_ns=idle_after_waits_of_few_ranks,
     summary="the host never waits for the device in a call that leaves it idle",
-    basis="synchronizing calls after which the device is idle at once or at later launches, except those of saves, "
-    "the allocator and copies to the device, and the host's pause after each; FSDP1's rate limiter stays",
+    basis="synchronizing calls after which the device is idle at once or at later launches, except those of saves and "
+    "the allocator, and the host's pause after each; FSDP1's rate limiter stays",
     removed_stalls=(host_stalls.SYNC,),
     excluded_stalls=(host_stalls.RETRY, host_stalls.ALLOCATION, host_stalls.DATA, host_stalls.SAVE),
 )  # fmt: skip
