@@ -61,6 +61,8 @@ def _findings(report: Report, cause: Cause, rule: Rule) -> Iterator[Finding]:
     if remaining_ns < what_if.MIN_SAVED_RATIO * alone.step_ns:
         remaining_ns = 0
     source: Finding | None = None
+    if remaining_ns < _MIN_OWN_RATIO * alone.saved_ns and not sources:
+        return  # waits for copies, of which the cause of copies speaks
     if remaining_ns < _MIN_OWN_RATIO * alone.saved_ns:  # of the finding without which the least of it remains
         source = min(
             sorted(sources, key=cost_order, reverse=True),
