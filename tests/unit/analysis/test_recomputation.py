@@ -103,16 +103,16 @@ def test_replays_of_a_cpu_run_leave_out_what_runs_again_and_the_pauses_before_it
     calls = trace.activities.filter(pl.col("step").is_not_null()).sort("start_ns")
     end_ns = pl.col("start_ns") + pl.col("dur_ns")
     since_ns = (end_ns - end_ns.shift(1)).alias("since_ns")  # no op of this run contains another one
-    taken = calls.with_columns(since_ns).filter(pl.col("id").is_in(again["id"].implode()))
+    repeated = calls.with_columns(since_ns).filter(pl.col("id").is_in(again["id"].implode()))
     saving = savings.saving(run, RECOMPUTATION.name)
-    assert saving.saved_ns == pytest.approx(taken["since_ns"].sum() / 2, rel=0.02)
+    assert saving.saved_ns == pytest.approx(repeated["since_ns"].sum() / 2, rel=0.02)
     # In backward the last checkpointed layer runs again first.
     regions = again.group_by("step", "region").agg(pl.col("start_ns").min(), pl.col("id")).sort("start_ns")
     firsts = regions.group_by("step").agg(pl.col("id").first()).explode("id")
     fewer = strategies.predict_less_recomputation(run, 1)
-    first_ns = taken.filter(pl.col("id").is_in(firsts["id"].implode()))["since_ns"].sum() / 2
+    first_ns = repeated.filter(pl.col("id").is_in(firsts["id"].implode()))["since_ns"].sum() / 2
     assert fewer.step_ns - fewer.predicted_ns == pytest.approx(first_ns, rel=0.05)
-    assert 0 < first_ns < taken["since_ns"].sum() / 2
+    assert 0 < first_ns < repeated["since_ns"].sum() / 2
 
 
 def test_a_run_that_recomputes_nothing_has_no_such_saving(recorded):

@@ -181,6 +181,6 @@ def test_late_ranks_of_a_cpu_run_have_operators_and_no_kernels() -> None:
 
 
 def test_the_host_of_a_cpu_run_calls_operators_late() -> None:
-    found = check(load(RECORDINGS / "host_phases"), RULES).findings
-    assert any("calls operators late" in finding.claim for finding in found)
-    assert not any("kernels" in finding.claim for finding in found)
+    claims = [finding.claim for finding in check(load(RECORDINGS / "host_phases"), RULES).findings]
+    assert any("calls operators late" in claim for claim in claims)
+    assert not any("kernels" in claim for claim in claims)
