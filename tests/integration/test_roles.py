@@ -12,6 +12,7 @@ import pytest
 import tracekit
 from tests.support.cli_runner import tracekit as run_command
 from tracekit.analysis.parallelism import role_waits
+from tracekit.errors import InputError
 from tracekit.report import timeline
 from tracekit.rules import report_cache
 
@@ -63,6 +64,19 @@ def test_a_run_is_compared_with_the_same_role_of_a_path(run):
     for role_run in run.roles.values():
         compared = role_run.compare(RECORDING).compared
         assert {change.change for change in compared.changes if change.change is not None} == {0.0}
+
+
+def test_a_role_is_compared_with_a_run_of_one_program_but_not_with_another_role(run, tmp_path):
+    rollout = run.roles["rollout"]
+    plain = shutil.copytree(RECORDING / "rollout", tmp_path / "plain")
+    (plain / "run.json").unlink()
+    compared = rollout.compare(plain).compared
+    assert {change.change for change in compared.changes if change.change is not None} == {0.0}
+    renamed = shutil.copytree(RECORDING, tmp_path / "renamed")
+    manifest = renamed / "rollout" / "run.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"role": "evaluation"}))
+    with pytest.raises(InputError, match="evaluation"):
+        rollout.compare(renamed)
 
 
 def test_names_only_label(tmp_path):

@@ -85,9 +85,8 @@ class MetricsLog:
         for part in replaced:
             part.unlink()
         self._closed_count = len(log_parts.closed_parts(path.name, lambda name: path.with_name(name).exists()))
-        self._pending: deque[tuple[dict[str, Any], list[str]]] = (
-            deque()
-        )  # rows, and which of their values are not numbers
+        # Rows, each with the names of its values that were no numbers when it was added.
+        self._pending: deque[tuple[dict[str, Any], list[str]]] = deque()
         self._collected: list[dict[str, float | None]] = []
         self._no_numbers: set[str] = set()
         self._written_s = time.monotonic()

@@ -99,14 +99,17 @@ class Run(model.Run):
         from tracekit.library import comparison
 
         reference = (
-            other
-            if isinstance(other, model.Run)
-            else comparison.saved_samples(Path(other)) or load(other, role=self.role or None)
+            other if isinstance(other, model.Run) else comparison.saved_samples(Path(other)) or self._counterpart(other)
         )
         if not by:
             return comparison.compare(reference, self, allow_different=allow_different)
         keys = (by,) if isinstance(by, str) else tuple(by)
         return comparison.compare_steps(reference, self, keys, allow_different=allow_different)
+
+    def _counterpart(self, path: str | Path) -> "Run":
+        """The run at a path; of several roles the one with this run's role. Raises InputError if that is missing."""
+        loaded = load(path)
+        return load(path, role=self.role) if self.role and loaded.roles else loaded
 
     def what_if(self, *causes: str, gpu_hour_price: float | None = None) -> "WhatIf":
         """Saving per step without each of `causes`, by replay; by default of all that save anything.

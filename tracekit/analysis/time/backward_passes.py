@@ -193,7 +193,7 @@ def recomputed_activities(trace: Trace) -> pl.DataFrame:
 
 
 def recomputed_ids(trace: Trace) -> Ints:
-    """Ids of `recomputed_activities`, shape (activities,)."""
+    """Ids of the activities in `recomputed_activities`, shape (n,)."""
     again = recomputed_activities(trace)
     return again["id"].to_numpy() if again.height else np.empty(0, np.int64)
 
