@@ -13,8 +13,10 @@ nothing with it and started no thread: each begins as a new one would. Rendezvou
         assert ranks.run(3, total) == [3.0, 3.0, 3.0]
 """
 
+import faulthandler
 import functools
 import multiprocessing
+import multiprocessing.connection
 import multiprocessing.forkserver
 import os
 import pickle
@@ -31,7 +33,9 @@ from typing import Any
 
 from instrumented_trainers.launch import share_gpus
 
-_LOG_TAIL_CHARACTERS = 2000
+_LOG_TAIL_CHARACTERS = 4000
+# What the other ranks may take to say what they saw of one that died: none of them can end the case.
+_AFTER_DEATH_S = 10
 # Threads that spin on a core that another rank needs cost more than they give.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
@@ -121,10 +125,9 @@ def run_worlds(
         with _environment(_ONE_THREAD), _forked_from(imported):
             for process in processes:
                 process.start()
-        late = _join(processes, time.monotonic() + timeout_s)
+        killed = _join(processes, timeout_s)
         endings = [
-            f"no answer within {timeout_s:g} s" if number in late else f"ended with exit code {process.exitcode}"
-            for number, process in enumerate(processes)
+            killed.get(number, f"ended with exit code {process.exitcode}") for number, process in enumerate(processes)
         ]
         outcomes: dict[int, dict[str, Outcome]] = {size: {} for size in cases}
         for job in jobs:
@@ -200,16 +203,20 @@ def _environment(settings: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _join(processes: list[Any], deadline: float) -> set[int]:
-    """Wait until all have ended or the deadline is over; kill the rest and return their ranks."""
-    late = set()
-    for rank, process in enumerate(processes):
-        process.join(max(0.0, deadline - time.monotonic()))
-        if process.exitcode is None:
-            late.add(rank)
-            process.kill()
-            process.join()
-    return late
+def _join(processes: list[Any], timeout_s: float) -> dict[int, str]:
+    """Wait until all have ended, one has died or the time is over; kill the rest and return why, by number."""
+    running, reason = dict(enumerate(processes)), f"no answer within {timeout_s:g} s"
+    deadline = time.monotonic() + timeout_s
+    while running and (left_s := deadline - time.monotonic()) > 0:
+        multiprocessing.connection.wait([process.sentinel for process in running.values()], left_s)
+        for number in [number for number, process in running.items() if process.exitcode is not None]:
+            if running.pop(number).exitcode:
+                reason = f"killed, for process {number} died"
+                deadline = min(deadline, time.monotonic() + _AFTER_DEATH_S)
+    for process in running.values():
+        process.kill()
+        process.join()
+    return dict.fromkeys(running, reason)
 
 
 def _collect(folder: Path, job: Job, endings: list[str]) -> Outcome:
@@ -239,6 +246,7 @@ def _serve(number: int, folder: Path, case_timeout_s: float, cuda: bool, environ
     os.environ.clear()
     os.environ.update(environment)
     _redirect_output(folder / f"process{number}.log")
+    faulthandler.enable()  # a rank that dies in native code leaves where it was
     backend = "gloo"
     if cuda:
         backend = "cpu:gloo,cuda:nccl"
