@@ -10,10 +10,9 @@ from tracekit.analysis.parallelism import late_ranks
 from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import Run
-from tracekit.replay.graph import representative_ranks, savings
+from tracekit.replay.graph import causes, representative_ranks, savings
 from tracekit.replay.graph.causes.cause import Cause, Pricing
-from tracekit.replay.graph.causes.device_time import HOST_COPIES, STRAGGLER
-from tracekit.replay.graph.causes.host import BLOCKING_SYNC
+from tracekit.replay.graph.causes.device_time import STRAGGLER
 from tracekit.replay.graph.causes.stalls import OCCASIONAL_STRAGGLER, SINGLE_STALL, STALLED_COLLECTIVE, Removal
 from tracekit.replay.graph.nodes import WORK
 from tracekit.rules import outlier_steps, slow_collectives, straggler_consequences, stragglers
@@ -98,7 +97,7 @@ def attribute_costs(report: Report) -> Report:
             causing.setdefault(cause, repriced[0])
     if removed:
         findings = [_beyond(run, finding, removed, causing) for finding in findings]
-        findings = [_of_copies(finding, causing) for finding in findings]
+        findings = [_within_containing(finding, causing) for finding in findings]
         findings = [outlier_steps.downgrade_repeated(finding, findings, stalls) for finding in findings]
         findings = [
             straggler_consequences.within_stragglers(report.run, run, finding, findings) for finding in findings
@@ -231,20 +230,17 @@ def _is_uneven(finding: Finding) -> bool:
     return finding.code == _UNEVEN and (finding.what_if is None or finding.what_if.cause is not STRAGGLER)
 
 
-def copies_before(cause: Cause) -> tuple[Removal, ...]:
-    """The removal of copies where a cause is waits for the device: those for copies are in the price of copies."""
-    return (Removal(HOST_COPIES),) if cause is BLOCKING_SYNC else ()
+def removals_of_containing(cause: Cause) -> tuple[Removal, ...]:
+    """The removals of the causes that contain a part of this one: that part is in their price."""
+    return tuple(map(Removal, causes.containing(cause)))
 
 
-def _of_copies(finding: Finding, causing: Mapping[Cause, Finding]) -> Finding:
-    """A finding on waits for the device as a consequence of one on copies, if little of its price remains without them.
-
-    The price of copies contains the waits for them.
-    """
-    is_of_waits = finding.what_if is not None and finding.what_if.cause is BLOCKING_SYNC and finding.is_priced
-    if not is_of_waits or HOST_COPIES not in causing or finding.cost_ns >= _MIN_OWN_RATIO * finding.measured_ns:
+def _within_containing(finding: Finding, causing: Mapping[Cause, Finding]) -> Finding:
+    """A finding as a consequence of one whose cause contains its own, if little of its price remains without that."""
+    if finding.what_if is None or not finding.is_priced or finding.cost_ns >= _MIN_OWN_RATIO * finding.measured_ns:
         return finding
-    return replace(finding, severity=Severity.INFO, consequence_of=causing[HOST_COPIES].id)
+    consequence_of = _costliest_of(removals_of_containing(finding.what_if.cause), causing)
+    return replace(finding, severity=Severity.INFO, consequence_of=consequence_of) if consequence_of else finding
 
 
 def _in_order(run: Run, findings: Sequence[Finding]) -> list[Finding]:
@@ -363,7 +359,7 @@ def _price(
     if solo is None:
         return [finding] if _is_costly(finding) else []
     before = _causes_before(run, finding, removed)
-    first = (*_stalled_before(removal, stalled), *copies_before(removal.cause), *before, *others)
+    first = (*_stalled_before(removal, stalled), *removals_of_containing(removal.cause), *before, *others)
     if what_if.cause is OCCASIONAL_STRAGGLER and solo.saved_ns < _MIN_EXPLAINED_RATIO * finding.cost_ns:
         return [_of_ended_lead(run, finding, removal)]
     hidden_behind = straggler_consequences.hidden_behind(run, removal, late, solo)

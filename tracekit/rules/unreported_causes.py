@@ -133,7 +133,7 @@ def _removals(run: Run, finding: Finding) -> tuple[Removal, ...]:
 def _remaining_ns(report: Report, cause: Cause, sources: Sequence[Finding], alone_ns: int) -> int:
     """The saving without a cause after those of warnings, at most that of the cause alone."""
     of_sources = (removal for finding in sources for removal in _removals(report.run, finding))
-    first = (*cost_attribution.copies_before(cause), *of_sources)
+    first = (*cost_attribution.removals_of_containing(cause), *of_sources)
     if not first:
         return alone_ns
     both, before = (savings.saving_of(report.run, removals) for removals in ((*first, Removal(cause)), first))

@@ -77,6 +77,11 @@ def all_causes() -> tuple[Cause, ...]:
     return CAUSES + tuple(point.load() for point in plugins.entry_points(group="tracekit.causes"))
 
 
+def containing(cause: Cause) -> tuple[Cause, ...]:
+    """Return the causes that contain a part of the time of this one."""
+    return tuple(other for other in all_causes() if cause in other.contains)
+
+
 def run_causes() -> tuple[Cause, ...]:
     """Causes that can be removed from a run as it is, without the stalls of a finding."""
     return tuple(cause for cause in all_causes() if not cause.is_of_finding)

@@ -71,6 +71,8 @@ class Cause:
     is_attainable: bool = False
     """Whether a fix saves what the replay saves: it removes exactly these nodes, and no guess or comparison with the
     fastest chose them. False for ideals, such as transfers in no time, of which a part always remains."""
+    contains: tuple["Cause", ...] = ()
+    """The causes of which a part is its time: they are priced without it, as waits for copies without the copies."""
     idle_part: str = ""
     """The part of the idle time of late ranks (`late_ranks.PARTS`) that it explains."""
     is_before_window: bool = False

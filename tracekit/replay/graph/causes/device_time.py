@@ -11,7 +11,7 @@ from tracekit.analysis.parallelism import late_ranks
 from tracekit.analysis.time import host_state
 from tracekit.model.sweep_line import Flags
 from tracekit.replay.graph.causes.cause import Cause, Kind, Pricing
-from tracekit.replay.graph.causes.host import copies_awaited, gap_ns, with_shorter_gaps, with_zero_time
+from tracekit.replay.graph.causes.host import BLOCKING_SYNC, copies_awaited, gap_ns, with_shorter_gaps, with_zero_time
 from tracekit.replay.graph.dependency_graph import RELEASE, Graph, InsufficientDataError, replace_unequal
 from tracekit.replay.graph.nodes import HOST
 
@@ -223,7 +223,7 @@ HOST_COPIES = Cause(
     loss="copies between host and device",
     codes=("HOST004",), kind=Kind.COMPUTE,
     transform=without_host_copies, confidence=0.8,
-    pricing=Pricing.SOURCE,
+    pricing=Pricing.SOURCE, contains=(BLOCKING_SYNC,),
     is_attainable=True,
     summary="copies between host and device are overlapped and those to the device do not block the host",
     basis="copies between host and device, for as long as neither compute nor a collective runs, and waits of the host "
