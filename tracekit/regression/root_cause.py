@@ -16,12 +16,12 @@ import polars as pl
 from tracekit.analysis.compute import step_charges
 from tracekit.model import units
 from tracekit.regression.baseline import Recording
-from tracekit.regression.metrics import all_metrics, metric_of
+from tracekit.regression.metrics import COMPUTE_TIME, STEP_TIME, all_metrics, metric_of
 from tracekit.regression.samples import Values
-from tracekit.regression.thresholds import Change
+from tracekit.regression.thresholds import Change, Verdict
 
-NAMES = ("compute", "communication", "checkpointing", "memory", "host")
-COMPUTE, COMMUNICATION, CHECKPOINTING, MEMORY, HOST = NAMES
+COMPUTE, COMMUNICATION, CHECKPOINTING, MEMORY, HOST = "compute", "communication", "checkpointing", "memory", "host"
+UNEXPLAINED = "unexplained"
 # Ops and kernels that make, fill or copy memory and compute nothing.
 _MOVES = re.compile(
     r"(?i)(^aten::(empty|zeros|ones|full|new_|clone|copy_?$|zero_?$|fill_?|contiguous|cat$|stack$|to$|_to_copy|resize|"
@@ -29,9 +29,11 @@ _MOVES = re.compile(
 )
 _PLACE = ["kind", "phase", "name"]
 _COMPUTES = ("compute", "memset", "memcpy")
-_FLOPS, _SENT = "flops", "sent_bytes"
+_FLOPS, _SENT, _EXPOSED = "flops", "sent_bytes", "exposed_transfer_ns"
 _LEAST_SHARE = 0.2
-"""A further cause is reported where it has at least this share of what grew."""
+"""A cause is reported where it explains at least this share of what grew: who removes one of five gains something."""
+_EVEN_SHARE = 0.5
+"""Work grew on some ranks where the mean over ranks grew by less than this share of what the slowest rank's did."""
 _LEAST_GROWTH = 0.005
 
 
@@ -40,10 +42,24 @@ class Cause:
     """What made the run worse than the baseline: where the additional time, or memory, goes to."""
 
     name: str
-    """compute, communication, checkpointing, memory or host."""
+    """compute, communication, checkpointing, memory or host; unexplained: what no cause explains of a longer step."""
     message: str
     metrics: tuple[str, ...]
     """The changes that show it."""
+
+    @property
+    def label(self) -> str:
+        """Return the name with how sure it is, for a person."""
+        return self.name if self.name == UNEXPLAINED else f"likely cause, {self.name}"
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A possible cause, how much of a longer step it explains, and whether a counter shows it."""
+
+    cause: Cause
+    explained_ns: float
+    is_counted: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,49 +104,65 @@ def causes(
 def _of_steps(
     failed: AbstractSet[str], changes: Mapping[str, Change], before: pl.DataFrame, after: pl.DataFrame, *, unit: str
 ) -> list[Cause]:
-    communicating, remembering, computing, waiting = (
-        _of_cause(name, failed) for name in (COMMUNICATION, MEMORY, COMPUTE, HOST)
-    )
     computed = _grown(before, after, _COMPUTES)
     moving = [grown for grown in computed if _MOVES.search(grown.name)]
-    other = [grown for grown in computed if not _MOVES.search(grown.name)]
-    allocated, sent = _grown(before, after, (step_charges.ALLOCATED,)), _grown(before, after, (step_charges.SENT,))
-    moving_ns, other_ns = (sum(grown.excess for grown in works) for works in (moving, other))
-    counted = _grown(before, after, (step_charges.FLOPS,)) if _FLOPS in failed else []
+    allocated = _grown(before, after, (step_charges.ALLOCATED,))
+    remembering, computing = _of_cause(MEMORY, failed), _of_cause(COMPUTE, failed)
     is_memory = bool(allocated and remembering)
-    scored: list[tuple[bool, float, Cause]] = []
-    if communicating:
-        spent_ns = max(0.0, _difference(changes, "transfer_ns", "exposed_transfer_ns", "exposed_communication_ns"))
-        spent = _grown(before, after, ("communication",))
-        parts = []
-        if sent and _SENT in changes:
-            parts.append(f"{_change_text(changes[_SENT])}, most of it by {sent[0].place}")
-        parts += [f"{_change_text(changes[metric])} per step" for metric in communicating if metric != _SENT]
-        if not sent and spent:
-            parts.append(f"most in {spent[0].place} (+{units.duration(spent[0].excess)})")
-        if not sent and unit:
-            parts.append(unit)
-        cause = Cause(COMMUNICATION, _sentence(parts), tuple(communicating))
-        scored.append((bool(sent), spent_ns, cause))
+    moving_ns = sum(grown.excess for grown in moving) if is_memory else 0.0
+    mean_ns = _work_ns(after) - _work_ns(before)
+    computed_ns = max(0.0, _growths(changes, COMPUTE_TIME, default=mean_ns) - moving_ns)
+    candidates = []
+    if communicating := _of_cause(COMMUNICATION, failed) or (_longer(changes, _EXPOSED) if computing else []):
+        candidates.append(_communication(communicating, changes, before, after, unit=unit))
     if is_memory:
         cause = _memory(remembering, changes, allocated, moving)
-        scored.append((not computing or moving_ns >= other_ns, moving_ns, cause))
+        candidates.append(_Candidate(cause, moving_ns, is_counted=not computing or moving_ns >= computed_ns))
     if computing:
-        work = other if is_memory else computed
-        spent_ns = other_ns if is_memory else moving_ns + other_ns
-        scored.append((bool(counted), spent_ns, _compute(computing, changes, counted, work)))
-    idle_ns = max(0.0, _difference(changes, "data_wait_ns", "idle_ns"))
-    if waiting or (computing and idle_ns > moving_ns + other_ns):
-        longer = [metric for metric in _of_cause(HOST, changes) if changes[metric].difference > 0]
-        parts = [f"{_change_text(changes[metric])} per step" for metric in longer] or ["steps wait for the host"]
-        scored.append((False, idle_ns, Cause(HOST, _sentence(parts), tuple(longer))))
-    scored.sort(key=lambda candidate: candidate[:2], reverse=True)
-    total_ns = sum(score for _, score, _ in scored)
-    return [
-        cause
-        for number, (is_counted, score, cause) in enumerate(scored)
-        if number == 0 or is_counted or score >= _LEAST_SHARE * total_ns
-    ]
+        counted = _grown(before, after, (step_charges.FLOPS,)) if _FLOPS in failed else []
+        work = [grown for grown in computed if not (is_memory and grown in moving)]
+        cause = _compute(computing, changes, counted, work, mean_ns=mean_ns)
+        candidates.append(_Candidate(cause, computed_ns, is_counted=bool(counted)))
+    host_metrics = _of_cause(HOST, changes)
+    if waiting := [key for key in host_metrics if key in failed] or (computing and _longer(changes, *host_metrics)):
+        parts = [f"{_change_text(changes[metric])} per step" for metric in waiting]
+        idle_ns = max(0.0, *(changes[metric].difference for metric in waiting))
+        candidates.append(_Candidate(Cause(HOST, _sentence(parts), tuple(waiting)), idle_ns))
+    return _likely(candidates, changes[STEP_TIME].difference if STEP_TIME in failed else None)
+
+
+def _likely(candidates: Sequence[_Candidate], step_ns: float | None) -> list[Cause]:
+    """Return the causes that explain a share of what grew, and what of the longer step no cause explains.
+
+    `step_ns` is by how much a step takes longer; None where it does not, and the causes share what they explain.
+    """
+    ranked = sorted(candidates, key=lambda candidate: (candidate.is_counted, candidate.explained_ns), reverse=True)
+    growth_ns = sum(candidate.explained_ns for candidate in ranked) if step_ns is None else step_ns
+    likely = [each for each in ranked if each.is_counted or each.explained_ns >= _LEAST_SHARE * growth_ns]
+    causes = [candidate.cause for candidate in likely]
+    unexplained_ns = growth_ns - sum(candidate.explained_ns for candidate in likely)
+    if step_ns is not None and unexplained_ns >= _LEAST_SHARE * step_ns:
+        whole = "" if unexplained_ns == step_ns else f"{units.duration(unexplained_ns)} of "
+        text = f"No cause explains {whole}the {units.duration(step_ns)} by which a step takes longer."
+        causes.append(Cause(UNEXPLAINED, text, (STEP_TIME,)))
+    return causes
+
+
+def _communication(
+    metrics: Sequence[str], changes: Mapping[str, Change], before: pl.DataFrame, after: pl.DataFrame, *, unit: str
+) -> _Candidate:
+    sent, spent = (_grown(before, after, (kind,)) for kind in (step_charges.SENT, "communication"))
+    parts = []
+    if sent and _SENT in changes:
+        parts.append(f"{_change_text(changes[_SENT])}, most of it by {sent[0].place}")
+    parts += [f"{_change_text(changes[metric])} per step" for metric in metrics if metric != _SENT]
+    if not sent and spent:
+        parts.append(f"most in {spent[0].place} (+{units.duration(spent[0].excess)})")
+    if not sent and unit:
+        parts.append(unit)
+    # A step gets longer by what is exposed, and transfers explain no more of that than they got longer themselves.
+    exposed_ns = max(0.0, _growths(changes, "transfer_ns", _EXPOSED))
+    return _Candidate(Cause(COMMUNICATION, _sentence(parts), tuple(metrics)), exposed_ns, is_counted=bool(sent))
 
 
 def _checkpointing(
@@ -155,8 +187,14 @@ def _memory(
 
 
 def _compute(
-    failed: Sequence[str], changes: Mapping[str, Change], counted: Sequence[_Grown], work: Sequence[_Grown]
+    failed: Sequence[str],
+    changes: Mapping[str, Change],
+    counted: Sequence[_Grown],
+    work: Sequence[_Grown],
+    *,
+    mean_ns: float,
 ) -> Cause:
+    """Return the cause compute; `mean_ns` is by how much its work grew, over ranks the mean."""
     parts = []
     if counted:
         first = counted[0]
@@ -164,7 +202,10 @@ def _compute(
         parts.append(f"{_change_text(changes[_FLOPS])}, most of it in {first.place} (+{share})")
     timed = [metric for metric in failed if metric != _FLOPS]
     parts += [_change_text(changes[metric]) for metric in timed[:1]]
-    if work and not counted:
+    slowest_ns = _growths(changes, COMPUTE_TIME, default=0.0)
+    if slowest_ns > 0 and mean_ns < _EVEN_SHARE * slowest_ns and not counted:
+        parts.append(f"{_change_text(changes[COMPUTE_TIME])} on the slowest rank, and others' grew less")
+    elif work and not counted:
         first = work[0]
         parts.append(
             f"{first.place} takes {units.duration(first.after)}, {units.duration(first.excess)} more than expected "
@@ -249,8 +290,20 @@ def _common_factor(before: Values, after: Values, kinds: Sequence[str]) -> float
     return float(max(1.0, growth[order][np.searchsorted(reached, reached[-1] / 2)]))
 
 
-def _difference(changes: Mapping[str, Change], *metrics: str) -> float:
-    return next((changes[metric].difference for metric in metrics if metric in changes), 0.0)
+def _longer(changes: Mapping[str, Change], *metrics: str) -> list[str]:
+    """Return those of some times that got longer, by more than what is no change."""
+    times = [metric for metric in metrics if metric in changes and changes[metric].difference > 0]
+    return [metric for metric in times if changes[metric].verdict is not Verdict.SAME]
+
+
+def _growths(changes: Mapping[str, Change], *metrics: str, default: float = 0.0) -> float:
+    """Return the least growth of those metrics that both runs have, or the default where they have none."""
+    return min((changes[metric].difference for metric in metrics if metric in changes), default=default)
+
+
+def _work_ns(work: pl.DataFrame) -> float:
+    """Return the time that work takes which computes."""
+    return float(work.filter(pl.col("kind").is_in(_COMPUTES))["amount"].sum())
 
 
 def _sentence(parts: Sequence[str]) -> str:

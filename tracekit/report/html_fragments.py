@@ -105,7 +105,7 @@ def comparison_verdict(compared: Comparison, gate: CheckResult | None, *, headin
     doubts = [("other programs", step_verdict.doubt(compared).removeprefix("other programs "))]
     lines = [(name, text) for name, text in (*doubts, ("to decide it", advice)) if text]
     if gate is not None:
-        lines += [(f"likely cause, {cause.name}", cause.message) for cause in gate.causes]
+        lines += [(cause.label, cause.message) for cause in gate.causes]
         new = [verdict.finding.code for verdict in gate.findings if verdict.status is FindingStatus.NEW]
         for name, codes in (("new findings", new), ("resolved findings", [finding.code for finding in gate.fixed])):
             lines += [(name, ", ".join(dict.fromkeys(map(phrases.rule_name, codes))))] if codes else []

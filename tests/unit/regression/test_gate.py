@@ -1,14 +1,20 @@
 """What fails a check with a baseline: new and worse findings and metrics, but neither known ones nor noise."""
 
 import functools
+from pathlib import Path
 
 import numpy as np
 import polars as pl
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.support import sample_baselines, sample_report
 from tests.support.wording import Wording
+from tests.unit.simulate.jobs import job, written
 from tracekit.errors import ConfigError, NotComparableError
+from tracekit.ingest.loader import load
+from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.regression import baseline as baselines
 from tracekit.regression import gate as checks
@@ -228,7 +234,7 @@ def test_more_arithmetic_is_compute() -> None:
 
 def test_slower_arithmetic_is_compute_too() -> None:
     after = {"step_time_ns": 140e6, "cpu_time_ns": 120e6}
-    assert causes(after, {("compute", "aten::mm"): 50e6}) == ["compute"]
+    assert causes(after, {("compute", "aten::mm"): 50e6}) == ["compute", root_cause.UNEXPLAINED]  # 10 of 40 ms
 
 
 def test_more_bytes_sent_are_communication_even_if_other_work_got_slower() -> None:
@@ -255,6 +261,41 @@ def test_temporaries_of_more_arithmetic_are_not_the_first_cause() -> None:
 def test_slower_saves_are_checkpointing_and_name_the_stage() -> None:
     after = {"checkpoint_blocked_ns": 170e6, "checkpoint_cpu_ns": 160e6}
     assert causes(after, {("save", "serialize"): 120e6}) == ["checkpointing"]
+
+
+PARTS = {"compute": "compute_ns", "communication": "exposed_transfer_ns", "host": "idle_ns"}
+
+
+@settings(max_examples=25)
+@given(st.tuples(*[st.integers(0, 15)] * len(PARTS)))
+def test_a_cause_explains_a_fifth_of_a_longer_step_and_the_rest_is_unexplained(drawn_ms: tuple[int, ...]) -> None:
+    before = dict(zip(PARTS.values(), (60e6, 25e6, 15e6), strict=True))
+    base = sample_baselines.recording({m: [v] * 6 for m, v in ({"step_time_ns": 100e6} | before).items()}, work=WORK)
+    growths_ms = {name: 3 * drawn for name, drawn in zip(PARTS, drawn_ms, strict=True)}  # none is a fifth of 50 exactly
+    after = {"step_time_ns": 150e6} | {PARTS[name]: before[PARTS[name]] + 1e6 * ms for name, ms in growths_ms.items()}
+    candidate = sample_baselines.recording({metric: [value] * 6 for metric, value in after.items()}, work=WORK)
+    changes = checks.compare(sample_baselines.baseline(base, base, base), [candidate]).changes
+    step = [change for change in changes if change.metric == "step_time_ns"]
+    causes = root_cause.causes(step, {change.metric: change for change in changes}, [base], [candidate])
+    explained = {name for name, ms in growths_ms.items() if ms > 10}
+    is_rest = 50 - sum(growths_ms[name] for name in explained) > 10
+    assert {cause.name for cause in causes} == explained | ({root_cause.UNEXPLAINED} if is_rest else set())
+    stated = [growths_ms.get(cause.name, -1) for cause in causes]
+    assert stated == sorted(stated, reverse=True)
+
+
+def test_the_cause_of_waiting_for_one_slow_rank_is_its_compute(tmp_path: Path) -> None:
+    simulated = job(strategy="fsdp2", machine="v100-32", layers=2, steps=4, ranks_written=16)
+    for fault in ("", "slow-rank:5:1.5"):
+        written(simulated, tmp_path / (fault or "healthy"), *([fault] if fault else []))
+    before, after = (load(tmp_path / name) for name in ("healthy", "slow-rank:5:1.5"))
+    base = baselines.of_reports([(sample_baselines.report(before), before)])
+    gate = checks.judge(sample_baselines.report(after), None, baseline=base)
+    assert "step_time_ns" in {change.metric for change in gate.regressions}
+    assert [cause.name for cause in gate.causes] == ["compute"]
+    assert gate.comparison is not None
+    changes = {change.metric: change for change in gate.comparison.changes}
+    assert units.duration(changes["compute_ns"].difference) in gate.causes[0].message
 
 
 def test_a_cause_names_the_work_and_its_phase(wording: Wording) -> None:
