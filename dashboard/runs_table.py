@@ -30,7 +30,7 @@ DAY_S = 86_400
 PERIODS = {"any time": None, "last day": DAY_S, "last week": 7 * DAY_S, "last month": 30 * DAY_S}
 COLUMNS: ColumnTypes = {
     "run": pl.String, "verdict": pl.List(pl.String), "costliest finding": pl.String, "saving": pl.Float64,
-    "step_ns": pl.Float64, "recorded": pl.Datetime("us", "UTC"), "open": pl.String, "now": pl.String,
+    "step_ns": pl.Float64, "open": pl.String, "recorded": pl.Datetime("us", "UTC"), "now": pl.String,
     "steps": pl.List(pl.Float64), "exposed": pl.Float64, "role": pl.String, "strategy": pl.String, "model": pl.String,
     "ranks": pl.Int64, "size": pl.Float64, "problem": pl.String,
 }  # fmt: skip
@@ -134,8 +134,8 @@ def _row(entry: RunEntry) -> tuple[Any, ...]:
         _claim(summary.first_finding) if summary else None,
         _percent(summary.impact if summary else None),
         summary.step_time_ns if summary and summary.step_time_ns else None,
-        datetime.fromtimestamp(entry.created_ns / 1e9, UTC) if _is_date(entry.created_ns) else None,
         f"./{page}?run={quote(entry.name, safe='')}" if page is not None else None,
+        datetime.fromtimestamp(entry.created_ns / 1e9, UTC) if _is_date(entry.created_ns) else None,
         "live" if entry.is_live else None,
         [ns / 1e6 for ns in summary.steps_ns] if summary and summary.steps_ns else None,
         _percent(summary.exposed_communication_ratio if summary else None),

@@ -4,7 +4,6 @@ A widget whose choice belongs in the address takes its key from `dashboard.url_s
 """
 
 import contextlib
-import math
 import re
 import string
 import time
@@ -50,10 +49,9 @@ _COMMAND = re.compile(r": (tracekit [a-z](?:(?![;,.] ).)*)$")
 _T = TypeVar("_T")
 _ROW_PX, _MAX_ROWS_SHOWN = 35, 10
 """Of a table, as Streamlit draws it: with its height, the page reserves the place before the table is there."""
-_USUAL, _DIGITS, _MAX_DIGITS = 0.001, 2, 3
-"""The least median of a column in its unit, how many digits follow its first one, and the most decimals."""
-_LEAST_SIZE, _MOST_WHOLE_BYTES = 1e-3, 1 << 30
-"""The smallest size shown in a larger unit; a column with a smaller one has whole bytes, up to this many."""
+_LEAST_SHOWN, _MOST_WHOLE_BYTES, _MOST_WITHOUT_UNIT = 1e-3, 1 << 30, 1000
+"""The least number in a unit; a column with a smaller size has whole bytes, up to this many; factors are below."""
+_PLACES = ("start_ns", "end_ns", "at_ns")
 _CHARACTER_PX, _CELL_PADDING_PX, _ROWS_MEASURED = 8, 18, 10
 MAX_NAME_PX = 240
 _SCALES: Mapping[str, Sequence[tuple[float, str]]] = {
@@ -62,7 +60,9 @@ _SCALES: Mapping[str, Sequence[tuple[float, str]]] = {
     "tbytes_per_s": ((1, "TB/s"), (1e-3, "GB/s"), (1e-6, "MB/s")),
     "bytes_per_s": ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"), (1, "B/s")),
     "flops": ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1e3, "kFLOP"), (1, "FLOP")),
+    "bytes": ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")),
 }
+_SIZES = ("TiB", "GiB", "MiB", "KiB")
 """Units of columns by the end of their names, the largest first; the first ending that fits counts."""
 
 
@@ -307,33 +307,24 @@ def _scale(series: pl.Series) -> tuple[float, str] | None:
     """Return the divisor and the number format of a column, by the unit at the end of its name.
 
     One unit per column, so that values compare at a glance: that of the largest value, or the next smaller one where
-    the median would have no digits. The median has three digits or more, the smallest value one where that takes at
-    most three decimals.
+    the least value would begin behind the third decimal. Numbers have three digits, as in sentences; those of places
+    in time have six, so that neighbours differ.
     """
     if series.name.endswith("_ratio"):
         return 0.01, "%.1f%%"
-    if series.name.endswith("bytes"):
-        return _scale_of_sizes(series)
     scales = next((scales for ending, scales in _SCALES.items() if series.name.endswith(ending)), None)
+    sizes = series.drop_nulls().abs()
+    smallest, largest = (float(str(size or 0)) for size in (sizes.filter(sizes > 0).min(), sizes.max()))
     if scales is None:
-        return None
-    smallest, median, largest = _extent(series)
+        return (1, "%.3g") if series.dtype.is_float() and largest < _MOST_WITHOUT_UNIT else None
     divisor, unit = _unit(scales, largest)
-    if median < _USUAL * divisor:
+    if smallest < _LEAST_SHOWN * divisor:
+        if unit in _SIZES and largest < _MOST_WHOLE_BYTES:
+            return 1, BYTES
         divisor, unit = _unit(scales, 0.999 * divisor)
-    if divisor == 1 and series.name.endswith("_ns"):
-        return divisor, f"%.0f {unit}"
-    return divisor, f"%.{_decimals(smallest / divisor, median / divisor)}f {unit}"
-
-
-def _decimals(smallest: float, median: float) -> int:
-    """Number of decimals that give the median three digits and the least value one, at most `_MAX_DIGITS`.
-
-    >>> _decimals(0.26, 75.3), _decimals(0.075, 0.3125), _decimals(581, 595)
-    (1, 3, 1)
-    """
-    digits = max(_DIGITS - _magnitude(median), -_magnitude(smallest)) if median else 1
-    return min(max(digits, 1), _MAX_DIGITS)
+    if unit in ("ns", "B"):
+        return 1, f"%.0f {unit}"
+    return divisor, f"%.{6 if series.name.endswith(_PLACES) else 3}g {unit}"
 
 
 def _number(pattern: str, value: float) -> str:
@@ -350,33 +341,6 @@ def _width_px(texts: Sequence[str]) -> int | None:
     if not lengths or max(lengths) < 2 * sum(lengths) / len(lengths):
         return None
     return min(_CHARACTER_PX * max(lengths) + _CELL_PADDING_PX, MAX_NAME_PX)
-
-
-def _magnitude(value: float) -> int:
-    """Return the power of ten of a number's first digit.
-
-    >>> _magnitude(379.6), _magnitude(0.04)
-    (2, -2)
-    """
-    return math.floor(math.log10(value))
-
-
-def _scale_of_sizes(series: pl.Series) -> tuple[float, str]:
-    smallest, median, largest = _extent(series)
-    for unit_bytes, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if largest >= unit_bytes:
-            if smallest < unit_bytes * _LEAST_SIZE and largest < _MOST_WHOLE_BYTES:
-                return 1, BYTES
-            return unit_bytes, f"%.{_decimals(smallest / unit_bytes, median / unit_bytes)}f {unit}"
-    return 1, "%d B"
-
-
-def _extent(series: pl.Series) -> tuple[float, float, float]:
-    """Return the smallest, the median and the largest size of a number in a column, zeros left out; 0 without any."""
-    sizes = series.drop_nulls().abs()
-    sizes = sizes.filter(sizes > 0)
-    smallest, median, largest = (float(str(size or 0)) for size in (sizes.min(), sizes.median(), sizes.max()))
-    return smallest, median, largest
 
 
 def text_table(cells: Cells, *, key: str = "", **options: Any) -> None:

@@ -165,9 +165,9 @@ def _table(entries: Sequence[RunEntry]) -> list[RunEntry]:
         on_select="rerun",
         selection_mode="multi-row",
         column_config={
-            # In a window of 800 pixels, all columns up to the date are visible.
+            # In a window of 800 pixels, all columns up to the links are visible.
             "run": config.TextColumn(width=104),  # pinned, Streamlit would write it in grey
-            "open": config.LinkColumn(display_text="open", help="Opens the run in a new tab"),
+            "open": config.LinkColumn(width=52, display_text="open", help="Opens the run in a new tab"),
             "verdict": config.MultiselectColumn(width=96, options=chips, color=[_colour(c) for c in chips]),
             "step_ns": config.NumberColumn("step time", width=72, format=f"%.{2 if unit == 's' else 1}f {unit}"),
             "steps": config.LineChartColumn("steps", width="small", y_min=0, color=charts.COLOURS["compute"]),

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.browser
 expect.set_options(timeout=WAIT_MS)
 ROOT = Path(__file__).parents[2]
 SAMPLES, SHARED = ROOT / "sample_traces", ROOT.parent / "shared" / "traces"
-OPEN_X = 620  # in the column whose links open a run
+OPEN_X = 520  # in the column whose links open a run
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ _LABELS = {
     "idle": "idle share of step",
 }
 _UNITS = {"ns": 1.0, "µs": 1e3, "ms": 1e6, "s": 1e9, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_FORMAT = re.compile(r"%\.?\d*[fd]\s?(?P<unit>\S*)")
+_FORMAT = re.compile(r"%\.?\d*[fdg]\s?(?P<unit>\S*)")
 _COLUMNS_OF_TABLES = {"start_ns"}
 """Columns whose zero a table chooses, such as the begin of the run."""
 

@@ -202,6 +202,8 @@ _HEADING_ENDINGS = (
     ("_bytes", ""),
     ("_ratio", " share"),
     ("_bytes_per_s", " bandwidth"),
+    ("tflops_per_s", "FLOP/s"),
+    ("tbytes_per_s", "bandwidth"),
     ("_mhz", ""),
     ("power_w", "power"),
     ("power_limit_w", "power limit"),

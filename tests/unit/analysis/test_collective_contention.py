@@ -66,6 +66,8 @@ def test_slowdown_chart_has_a_mark_with_interval_per_rank_and_a_line_at_one():
     assert list(marks.error_x.array) == pytest.approx([0.05, 0])
     assert list(marks.error_x.arrayminus) == pytest.approx([0.05, 0])
     assert figure.layout.shapes[0].x0 == 1
+    low, high = figure.layout.xaxis.range
+    assert 0.9 < low < 1 < 1.3 < high < 1.4
     assert not charts.slowdowns(GIVING_WAY.table(collective_contention.all_pairs).clear()).data
 
 

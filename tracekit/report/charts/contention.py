@@ -20,7 +20,7 @@ KIND_COLOURS = {
 MAX_POINTS = 1000
 MAX_SLOWED_RANKS = 64
 _NO_PHASE = "no phase"
-_MARKER_SPREAD = 0.6
+_MARKER_SPREAD, _RANGE_MARGIN, _LEAST_MARGIN = 0.6, 0.08, 0.02
 
 MOST_TIME = 0.99
 """The share of the time whose calls are drawn, the longest first: tiny calls are far below any roof."""
@@ -71,7 +71,10 @@ def slowdowns(pairs: pl.DataFrame) -> go.Figure:
             hovertemplate="%{customdata[0]}<extra></extra>",
         )
     figure.add_vline(x=1, line={"color": COLOURS["phase"], "dash": "dot"})
-    figure.update_xaxes(title="slowdown relative to running alone", ticksuffix="×", rangemode="tozero")
+    ends = [1.0, *slowed.select(pl.col("slowdown", "low", "high")).unpivot()["value"].drop_nulls()]
+    margin = max(_RANGE_MARGIN * (max(ends) - min(ends)), _LEAST_MARGIN)
+    around_one = [min(ends) - margin, max(ends) + margin]  # not from zero: work that runs alone has the factor 1
+    figure.update_xaxes(title="slowdown relative to running alone", ticksuffix="×", range=around_one)
     style.label_all_rows(figure, [f"{kind} during {other}" for kind, other in names])
     return style.with_style(figure, height_px=150 + 46 * len(names))
 
