@@ -107,3 +107,23 @@ def test_a_run_is_found_opened_and_searched_through_by_keys_alone(page, server):
     expect(shown.root.locator(".details")).to_be_hidden()
     assert shown.root.evaluate(HAS_FOCUS)
     assert_clean(page)
+
+
+def test_a_finding_leads_to_its_place_on_the_timeline_which_the_next_key_moves(page, server):
+    page.goto(f"{server.url}/?run={recorded.GOOD}")
+    expect(page.locator(".tk-verdict b").first).to_be_visible()
+    settle(page)
+    evidence = page.locator("[data-testid=stExpander] summary", has_text="Evidence").filter(visible=True).first
+    _tab_to(page, evidence)
+    page.keyboard.press("Enter")
+    show = page.get_by_role("button", name="Show in the timeline").filter(visible=True).first
+    show.wait_for()
+    _tab_to(page, show)
+    page.keyboard.press("Enter")
+    shown = Shown(page)
+    shown.wait("e.sharp === 'true' && e.to - e.from < 20e6")
+    assert shown.root.evaluate(HAS_FOCUS)
+    length = shown.length
+    page.keyboard.press("w")
+    shown.wait(f"e.to - e.from < {length} && e.seq === e.requested")
+    assert_clean(page)

@@ -124,6 +124,8 @@ class Timeline {
 
   jumpTo(go) {
     this.lastJump = go.nonce;
+    // The button that leads here is gone with its page, and the focus with it: the next key is for the timeline.
+    if (document.activeElement === document.body) this.root.focus({ preventScroll: true });
     if (go.slice) return this.goToSlice(go.slice), this.changed();
     this.view = withinRun({ from: go.start, to: go.end }, this.spanNs);
     const track = this.tracks.get(go.track);
