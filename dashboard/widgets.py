@@ -49,8 +49,10 @@ _COMMAND = re.compile(r": (tracekit [a-z](?:(?![;,.] ).)*)$")
 _T = TypeVar("_T")
 _ROW_PX, _MAX_ROWS_SHOWN = 35, 10
 """Of a table, as Streamlit draws it: with its height, the page reserves the place before the table is there."""
-_LEAST_SHOWN, _MOST_WHOLE_BYTES, _MOST_WITHOUT_UNIT = 1e-3, 1 << 30, 1000
-"""The least number in a unit; a column with a smaller size has whole bytes, up to this many; factors are below."""
+_USUAL, _LEAST_WRITTEN = 1e-3, 1e-6
+"""The least median of a column in its unit; a browser writes a smaller number than the second with an exponent."""
+_MOST_WHOLE_BYTES, _MOST_WITHOUT_UNIT = 1 << 30, 1000
+"""A column with small sizes has whole bytes, up to this many; numbers without a unit are factors, or counts."""
 _PLACES = ("start_ns", "end_ns", "at_ns")
 _CHARACTER_PX, _CELL_PADDING_PX, _ROWS_MEASURED = 8, 18, 10
 MAX_NAME_PX = 240
@@ -307,20 +309,21 @@ def _scale(series: pl.Series) -> tuple[float, str] | None:
     """Return the divisor and the number format of a column, by the unit at the end of its name.
 
     One unit per column, so that values compare at a glance: that of the largest value, or the next smaller one where
-    the least value would begin behind the third decimal. Numbers have three digits, as in sentences; those of places
-    in time have six, so that neighbours differ.
+    the median would begin behind the third decimal, or the least value have an exponent. Numbers have three digits, as
+    in sentences; those of places in time have six, so that neighbours differ.
     """
     if series.name.endswith("_ratio"):
         return 0.01, "%.1f%%"
     scales = next((scales for ending, scales in _SCALES.items() if series.name.endswith(ending)), None)
     sizes = series.drop_nulls().abs()
-    smallest, largest = (float(str(size or 0)) for size in (sizes.filter(sizes > 0).min(), sizes.max()))
+    positive = sizes.filter(sizes > 0)
+    smallest, median, largest = (float(str(size or 0)) for size in (positive.min(), positive.median(), positive.max()))
     if scales is None:
         return (1, "%.3g") if series.dtype.is_float() and largest < _MOST_WITHOUT_UNIT else None
     divisor, unit = _unit(scales, largest)
-    if smallest < _LEAST_SHOWN * divisor:
-        if unit in _SIZES and largest < _MOST_WHOLE_BYTES:
-            return 1, BYTES
+    if unit in _SIZES and smallest < _USUAL * divisor and largest < _MOST_WHOLE_BYTES:
+        return 1, BYTES
+    if median < _USUAL * divisor or smallest < _LEAST_WRITTEN * divisor:
         divisor, unit = _unit(scales, 0.999 * divisor)
     if unit in ("ns", "B"):
         return 1, f"%.0f {unit}"

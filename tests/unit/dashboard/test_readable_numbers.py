@@ -14,6 +14,8 @@ from tests.support.dashboard_pages import html_of, page
 
 SAMPLES = Path(__file__).parents[3] / "sample_traces"
 RUNS = ("gpu/slow-rank", "parallelism/pipeline-interleaved", "demo-fsdp2")
+CHECK_BOX_PX, NARROW_PX = 33, 800 - 184 - 2 * 16
+"""Width of the box that selects a run, and of a table in a window of 800 pixels: without menu and margins."""
 PLACES = ("start", "end", "at")
 VIEWS = [
     ("diagnosis", {"trust": "True", "savings": "True"}),
@@ -67,3 +69,10 @@ def test_numbers_have_few_digits_and_none_but_zero_shows_as_zero(address, query,
             text = _written(form, value)
             assert float(text) == pytest.approx(value, rel=0.006, abs=0.06 if "%%" in form["unit"] else 0.5e-9)
             assert len(text.replace(".", "").strip("0-")) <= (3 if heading not in PLACES else 6) or "%%" in form["unit"]
+
+
+def test_the_links_to_runs_are_inside_a_window_of_800_pixels():
+    (runs,) = page("runs", SAMPLES / "ci").dataframe
+    widths = {name: column.get("width") for name, column in json.loads(runs.proto.columns).items()}
+    shown = list(runs.value.columns)
+    assert CHECK_BOX_PX + sum(widths[name] for name in shown[: shown.index("open") + 1]) <= NARROW_PX

@@ -412,12 +412,12 @@ def test_the_dashboards_own_settings_keep_its_protections():
     [
         ([8, 58_632, 2_818_048, None], (1, widgets.BYTES)),
         ([192, 2_304, 150_994_944], (1, widgets.BYTES)),
-        ([640, 91_905_589_248], (2**30, "%.3f GiB")),
-        ([0, 2 << 20, 3 << 30], (2**30, "%.3f GiB")),
-        ([4 << 10, 3 << 20], (2**20, "%.3f MiB")),
-        ([273_900, 78_957_773, 315_831_091], (2**20, "%.1f MiB")),
-        ([1, 900], (1, "%d B")),
-        ([0, None], (1, "%d B")),
+        ([640, 91_905_589_248], (2**20, "%.3g MiB")),
+        ([0, 2 << 20, 3 << 30], (2**30, "%.3g GiB")),
+        ([4 << 10, 3 << 20], (2**20, "%.3g MiB")),
+        ([273_900, 78_957_773, 315_831_091], (2**20, "%.3g MiB")),
+        ([1, 900], (1, "%.0f B")),
+        ([0, None], (1, "%.0f B")),
     ],
 )
 def test_sizes_of_a_column_share_a_unit_that_fits_the_smallest(sizes, expected):
@@ -427,24 +427,27 @@ def test_sizes_of_a_column_share_a_unit_that_fits_the_smallest(sizes, expected):
 @pytest.mark.parametrize(
     ("name", "values", "expected"),
     [
-        ("dur_ns", [0, 20_000_000, 247_390_705_000], (1e9, "%.2f s")),
-        ("dur_ns", [1_500, 12_400_000], (1e6, "%.3f ms")),
-        ("dur_ns", [2_500_000, 4_900_000, 23_196_000], (1e6, "%.2f ms")),
-        ("dur_ns", [900, 1_100, 12_400_000_000], (1e6, "%.3f ms")),
-        ("dur_ns", [681_002, 77_496, 1_436_460, 2_900], (1e6, "%.3f ms")),
-        ("dur_ns", [485, 354, 117, 5_076_040], (1e3, "%.3f µs")),
-        ("bus_bytes_per_s", [4.2e7, 3.1e11, 3.796e11], (1e9, "%.2f GB/s")),
+        ("dur_ns", [0, 20_000_000, 247_390_705_000], (1e9, "%.3g s")),
+        ("dur_ns", [1_500, 12_400_000], (1e6, "%.3g ms")),
+        ("dur_ns", [2_500_000, 4_900_000, 23_196_000], (1e6, "%.3g ms")),
+        ("dur_ns", [900, 1_100, 12_400_000_000], (1e6, "%.3g ms")),
+        ("dur_ns", [681_002, 77_496, 1_436_460, 2_900], (1e6, "%.3g ms")),
+        ("dur_ns", [485, 354, 117, 5_076_040], (1e3, "%.3g µs")),
+        ("bus_bytes_per_s", [4.2e7, 3.1e11, 3.796e11], (1e9, "%.3g GB/s")),
         ("dur_ns", [0, None], (1, "%.0f ns")),
-        ("bus_bytes_per_s", [379_591_530_000.0], (1e9, "%.1f GB/s")),
-        ("bus_bytes_per_s", [2_100.0], (1e3, "%.2f kB/s")),
-        ("tflops_per_s", [0.1063], (1e-3, "%.1f GFLOP/s")),
-        ("flops", [106_300_000], (1e6, "%.1f MFLOP")),
-        ("flops", [54_425_826_000_000, 6_184_753_000_000], (1e12, "%.1f TFLOP")),
+        ("bus_bytes_per_s", [379_591_530_000.0], (1e9, "%.3g GB/s")),
+        ("bus_bytes_per_s", [2_100.0], (1e3, "%.3g kB/s")),
+        ("tflops_per_s", [0.1063], (1e-3, "%.3g GFLOP/s")),
+        ("flops", [106_300_000], (1e6, "%.3g MFLOP")),
+        ("flops", [54_425_826_000_000, 6_184_753_000_000], (1e12, "%.3g TFLOP")),
         ("idle_ratio", [0.5], (0.01, "%.1f%%")),
+        ("start_ns", [200_000, 12_400_000], (1e6, "%.6g ms")),
+        ("slowdown", [0.23439130230329228], (1, "%.3g")),
+        ("tokens", [123_456.0], None),
         ("count", [5], None),
     ],
 )
-def test_numbers_of_a_column_share_a_unit_in_which_the_median_has_three_digits(name, values, expected):
+def test_numbers_of_a_column_share_a_unit_and_have_three_digits(name, values, expected):
     assert widgets._scale(pl.Series(name, values)) == expected
 
 
