@@ -27,7 +27,7 @@ RECORDED_FILES = {
     "events.out.tfevents.1": "a TensorBoard event file",
     "folded.txt": "a file of folded call stacks",
     "host.xplane.pb": "an XPlane profile",
-    "jax.trace.json.gz": "a Chrome trace without PyTorch events",
+    "jax.trace.json.gz": "the Chrome trace of an XLA program",
     "memray.bin": "a memray recording",
     "pyinstrument.json": "a pyinstrument session",
     "speedscope.json": "a speedscope profile",

@@ -516,6 +516,18 @@ def test_events_that_are_written_twice_count_once(recording, kinds, tmp_path):
     assert "dropped_events" not in quality(report).keys() - quality(once).keys()
 
 
+@pytest.mark.parametrize("rounded_ratio", [0.05, 0.6, 1.0])
+def test_work_without_durations_is_not_judged_as_idle_time(rounded_ratio, tmp_path):
+    traces = read(RECORDINGS["GPU, compiled"])
+    places = places_of(traces, KERNELS)
+    rounded = random.Random(1).sample(places, round(rounded_ratio * len(places)))
+    _, report = judge(changed(traces, rounded, lambda event: event | {"dur": 0}), tmp_path / "instants")
+    timed = {finding.code for finding in report.findings if finding.severity > Severity.INFO} - {"DATA001"}
+    is_unknown = rounded_ratio >= 0.5  # fewer may be rounded to whole µs
+    assert ("device_times" in quality(report)) == is_unknown
+    assert bool(timed) == (not is_unknown)
+
+
 def test_calls_of_one_number_under_two_names_are_one_call(tmp_path):
     """Nsight Systems exported a call and its version, cudaMemcpy and cudaMemcpy_v3020."""
     traces = read(RECORDINGS["GPU, compiled"])

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.support.kineto_files import slice_
+from tracekit.analysis.quality import trace_quality
 from tracekit.ingest.readers.kineto import reader
 
 LAYERS = 8
@@ -81,6 +82,25 @@ def test_the_prefill_before_the_decode_iterations_belongs_to_none(tmp_path):
     assert set(outside["name"]) == {
         "embedding_many", "norm_many", "gemm", "flash_attention", "rotary", "write_cache"
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("is_idle", "is_warm_up"), [(False, False), (True, True)])
+def test_a_first_pass_that_computes_for_longer_is_a_prefill_and_one_that_idles_is_warm_up(
+    tmp_path, is_idle, is_warm_up
+):
+    recording = Recording()
+    for iteration in range(8):
+        first_event, begin_us = len(recording.events), recording.at_us
+        decode(recording)
+        if iteration:
+            continue
+        for event in recording.events[first_event:]:  # the same kernels, each ten times as long, or as far apart
+            event["ts"] = begin_us + 10 * (event["ts"] - begin_us)
+            event["dur"] *= 1 if is_idle else 10
+        recording.at_us = begin_us + 10 * (recording.at_us - begin_us)
+    trace = recording.read(tmp_path)
+    assert trace.steps["step"].to_list() == list(range(8))
+    assert ("warm_up_inside" in trace_quality.data_quality(trace)["kind"]) == is_warm_up
 
 
 def test_the_layers_of_one_forward_pass_are_no_iterations(tmp_path):

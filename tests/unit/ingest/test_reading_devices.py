@@ -34,6 +34,8 @@ DEVICES = {
     "HIP": ("hip_runtime", "hipExtModuleLaunchKernel", "kernel", "gpu_memcpy", "gpu_memset"),
     "XPU": ("xpu_runtime", "urEnqueueKernelLaunch", "kernel", "gpu_memcpy", "gpu_memset"),
     "MTIA": ("mtia_runtime", "runtimeLaunch", "mtia_ccp_events", "gpu_memcpy", "gpu_memset"),
+    "MUSA": ("musa_runtime", "musaLaunchKernel", "kernel", "gpu_memcpy", "gpu_memset"),
+    "MLU driver": ("mlu_driver", "cnInvokeKernel", "kernel", "gpu_memcpy", "gpu_memset"),
     "a device of one's own": ("privateuse1_runtime", "launch", "concurrent_kernel", "gpu_memcpy", "gpu_memset"),
 }
 

@@ -11,6 +11,7 @@ import polars as pl
 from tracekit import conventions
 from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.host import host_stalls
+from tracekit.analysis.parallelism import workload
 from tracekit.analysis.time import breakdown, trace_columns
 from tracekit.model import columns, environment, schema, units
 from tracekit.model.fact import trace_fact
@@ -327,9 +328,11 @@ def _idle_launches(trace: Trace) -> Iterator[_Row]:
     elif later < _CUT_OFF * idle or share < _CUT_OFF_LEAST:
         counts = {"before the first": sooner, "between others": idle - sooner - later, "behind the last": later}
         places = ", ".join(f"{count:,} {place}" for place, count in counts.items() if count)
+        is_left_out = any(trace_columns.has_issue(trace, kind) for kind in ("bad_times", "bad_durations"))
+        left_out = "its time or duration is wrong, " if is_left_out else ""
         message = (
-            f"{idle:,} of {launched.height:,} launches have no device activity ({places} of those that have): the "
-            "profiler dropped it, or it ran after recording stopped."
+            f"{idle:,} of {launched.height:,} launches have no device activity ({places} of those that have): "
+            f"{left_out}the profiler dropped it, or it ran after recording stopped."
         )
     else:
         devices = environment.device_names(trace.header)
@@ -395,7 +398,7 @@ def _warm_up(trace: Trace) -> Iterator[_Row]:
     for device_steps in steps.values():
         (step, duration_ns), *rest = device_steps
         other_ns = [step_ns for number, step_ns in rest if number not in saving]
-        if len(other_ns) < _FEWEST_OTHERS or step in saving or _has_more_work(trace, step):
+        if len(other_ns) < _FEWEST_OTHERS or step in saving or _has_more_work(trace, step, device):
             continue
         median_ns = float(statistics.median(other_ns))
         is_longer = duration_ns > WARM_UP_RATIO * median_ns
@@ -425,11 +428,25 @@ def _is_unusual(duration_ns: int, other_ns: list[int]) -> bool:
     return falls or (not recurs and len(other_ns) >= _MANY_OTHERS)
 
 
-def _has_more_work(trace: Trace, step: int) -> bool:
-    """Return whether a step runs far more operators than the others: an evaluation is no warm-up."""
+def _has_more_work(trace: Trace, step: int, device: int | None) -> bool:
+    """Return whether a step has far more work than the others: evaluations and prefills are no warm-up.
+
+    It runs more operators, or as many on larger inputs, so that what it is longer is time in which the device computes.
+    """
     counts = dict(breakdown.ops_by_step(trace).iter_rows())
     other_counts = [count for other, count in counts.items() if other != step]
-    return bool(other_counts) and counts.get(step, 0) >= MORE_OPS_RATIO * statistics.median(other_counts)
+    if other_counts and counts.get(step, 0) >= MORE_OPS_RATIO * statistics.median(other_counts):
+        return True
+    # A CPU computes for longer when its caches are cold, a device when it tries algorithms. Steps of a training
+    # have equal inputs, those of a generation do not.
+    marks = workload.marks(trace)
+    is_inference = bool(marks["host_ops"].item() and not marks["training_marks"].item())
+    if device is None or not is_inference or _has_first_uses(trace, step):
+        return False
+    of_device = breakdown.by_step(trace).filter(pl.col("device") == device, pl.col("step").is_not_null())
+    usual = of_device.filter(pl.col("step") != step).select(pl.col("duration_ns", "compute_ns").median())
+    excess = of_device.filter(step=step).select(pl.col(name) - usual[name].item() for name in usual.columns)
+    return bool((excess["compute_ns"] >= _MIN_COMPUTED_RATIO * excess["duration_ns"]).all())
 
 
 def _cut(trace: Trace) -> Iterator[_Row]:
@@ -446,6 +463,9 @@ def _cut(trace: Trace) -> Iterator[_Row]:
         yield "cut_step", what, min(1.0, row["duration_ns"] / total_ns)
 
 
+_MIN_COMPUTED_RATIO = 0.5
+"""Share of a longer step's excess in which the device computes from which on the step has more work, as the larger part
+decides: what else makes first steps longer, loading, allocating and compiling, leaves the device idle."""
 _FEWEST_OTHERS = 2
 _MANY_OTHERS = 3
 _RECURRING_RATIO = 0.5

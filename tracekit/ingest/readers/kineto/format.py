@@ -27,6 +27,10 @@ _HOST_SLICE = re.compile(
 )
 
 
+_XLA_PROCESS = re.compile(rb'"name"\s*:\s*"/(?:device:(?:CPU|GPU|TPU|CUSTOM):|host:CPU)')
+"""Name of a process in the trace viewer's format of XLA's profiler (tsl/profiler/utils/xplane_schema.h)."""
+
+
 class KinetoTraces(Reader):
     """Reads the JSON files of torch.profiler: plain, gzip or zstd, of one rank or merged of several."""
 
@@ -47,7 +51,7 @@ class KinetoTraces(Reader):
         header = read_header(path, head)
         categories = (match[1].decode("utf-8", "replace") for match in _CATEGORY.finditer(head))
         if is_complete and not any(map(event_categories.is_known, categories)):
-            _refuse_foreign_trace(path)
+            _refuse_foreign_trace(path, head)
         info, start_ns = distributed_info(header), _start_ns(head, header)
         merged = _read_merged(path) if is_complete and (not info or _may_state_ranks(head)) else None
         if merged is not None and not merged:
@@ -120,7 +124,7 @@ def _only_process(trace: Trace) -> int | None:
     return int(processes[0]) if len(processes) == 1 and processes[0].isdecimal() and len(processes[0]) < 10 else None
 
 
-def _refuse_foreign_trace(path: str) -> None:
+def _refuse_foreign_trace(path: str, head: bytes) -> None:
     """Raise BadTraceError if a file has slices, but no event of a category that PyTorch writes."""
     from tracekit.ingest.readers.kineto.scan import Scan
     from tracekit.ingest.readers.normalize import columns
@@ -138,6 +142,12 @@ def _refuse_foreign_trace(path: str) -> None:
     slices = Counter({category: n for (phase, category), n in counts.items() if phase in ("X", "B", "b")})
     if not slices:
         return
+    if _XLA_PROCESS.search(head):
+        raise BadTraceError(
+            f"{path}: this is the Chrome trace of an XLA program, as JAX's and TensorFlow's profilers export it "
+            f"({slices.total():,} slices), without the calls that launch its work; name the .xplane.pb file that they "
+            "write next to it (in JAX: jax.profiler.trace(FOLDER))"
+        )
     categories = [repr(category)[:40] for category, _ in slices.most_common(4) if category]
     listed = f"; its categories: {', '.join(categories)}" if categories else ""
     raise BadTraceError(

@@ -87,7 +87,7 @@ def _content(events: Events, steps: Steps) -> Iterator[Row]:
         yield "one_pass", message, 0.0
     elif not len(steps.step):
         call = "" if is_other else "; call profiler.step() in every step"
-        message = f"{unmarked}, and the work does not repeat: the trace is one window without steps{call}."
+        message = f"{unmarked}, and no iterations were found in the work: the trace is one window without steps{call}."
         yield "no_steps", message, 0.0
     if steps.between_marks:
         message = (
@@ -119,7 +119,13 @@ def _odd(events: Events, odd: OddValues) -> Iterator[Row]:
     if count := sum(reasons.values()):
         named = ", ".join(f"{number:,} {what}" for what, number in reasons.items() if number)
         yield "bad_times", f"Events with wrong times were left out: {named}.", count / total
-    if odd.untimed_work:
+    if odd.instant_work:
+        message = (
+            f"{odd.instant_work:,} of {odd.untimed_work:,} recorded activities of the device have a duration of 0, so "
+            "what it runs at a time is not known: times are of the host."
+        )
+        yield "device_times", message, 1.0
+    elif odd.untimed_work:
         message = (
             f"None of {odd.untimed_work:,} recorded activities of the device has a usable time: they are in another "
             "unit or of another clock than those of the host, so times are of the host."

@@ -20,11 +20,18 @@ KINDS = {
 """The kind of each category in lower case: an index into HOST_KINDS, or FIRST_DEVICE and an index into DEVICE_KINDS."""
 
 
+_CALL_SUFFIXES = ("_runtime", "_driver")
+"""Ends of the categories of a device's calls: Kineto names them after the device, also those of vendors' versions."""
+
+
 def kind_of(category: object) -> int:
-    """Return the kind of a category as an event states it; UNKNOWN if PyTorch's profilers write no such category."""
-    return KINDS.get(category.lower(), UNKNOWN) if isinstance(category, str) else UNKNOWN
+    """Return the kind of a category as an event states it; UNKNOWN if no PyTorch profiler writes such a category."""
+    if not isinstance(category, str):
+        return UNKNOWN
+    lower = category.lower()
+    return KINDS.get(lower, RUNTIME if lower.endswith(_CALL_SUFFIXES) else UNKNOWN)
 
 
 def is_known(category: str | None) -> bool:
     """Return whether PyTorch's profilers write events of this category."""
-    return kind_of(category) != UNKNOWN
+    return isinstance(category, str) and category.lower() in KINDS

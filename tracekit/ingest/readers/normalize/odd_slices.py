@@ -46,6 +46,8 @@ class OddValues:
     """Events that the file has before."""
     untimed_work: int = 0
     """Activities of the device, if none has a usable time."""
+    instant_work: int = 0
+    """Activities of the device with a duration of 0, if they are so many that no duration was recorded."""
     unplaced: int = 0
     """Events of the allocator that state no device."""
     host_scale: float = 1.0

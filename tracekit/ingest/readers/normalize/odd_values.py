@@ -18,6 +18,7 @@ def without_odd_values(slices: Slices, names: pl.Series, odd: OddValues, recorde
     slices = _without_repeated(slices, odd)
     slices = odd_times.without_distant(slices, odd)
     slices = odd_times.without_shifted_kinds(slices, odd)
+    slices = odd_durations.without_instants(slices, odd)
     slices = odd_durations.without_absurd(slices, names, odd)
     slices = odd_durations.without_outlasting(slices, names, odd, recorded_until_ns)
     slices = odd_durations.without_crossing_calls(slices, names, odd)
