@@ -6,7 +6,7 @@ from tracekit.analysis.hangs import causes
 from tracekit.analysis.hangs.collectives import Mismatch, sizes
 from tracekit.analysis.hangs.diagnosis import Diagnosis, RankState
 from tracekit.model.hang_dump import Call
-from tracekit.model.units import duration, ranges
+from tracekit.model.units import duration, numbers, ranges
 from tracekit.report.document import Cells, Document, Emphasis, Line, Section, faint, heading, items, line
 
 _MOST_RANKS = 16
@@ -78,9 +78,11 @@ def _more(count: int, what: str) -> list[Line]:
 
 
 def _calls(mismatch: Mismatch) -> list[str]:
-    rows = [(f"ranks {ranges(mismatch.expected_ranks)}", mismatch.expected)]
-    rows += [(f"rank {rank}", call) for rank, call in mismatch.deviating.items() if rank not in mismatch.expected_ranks]
-    return [f"{who}: {_call(call)}" for who, call in rows[:_MOST_RANKS]]
+    ranks_of_call = {_call(mismatch.expected): list(mismatch.expected_ranks)}
+    for rank, call in mismatch.deviating.items():
+        if rank not in mismatch.expected_ranks:
+            ranks_of_call.setdefault(_call(call), []).append(rank)
+    return [f"{numbers('rank', ranks)}: {call}" for call, ranks in list(ranks_of_call.items())[:_MOST_RANKS]]
 
 
 def _call(call: Call) -> str:

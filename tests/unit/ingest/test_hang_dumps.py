@@ -75,6 +75,12 @@ def test_a_retired_call_of_gloo_is_complete_and_one_of_nccl_has_timed_out() -> N
     assert calls["nccl"].is_pending
 
 
+def test_a_group_of_a_name_alone_has_no_description() -> None:
+    named = {**entry("all_reduce", 1, state="started"), "process_group": "default_pg"}  # as PyTorch 2.3 wrote it
+    (call,) = flight_recorder.parse(dump([named], groups=WORLD), rank=0, path="x").calls
+    assert (call.group, call.description) == ("default_pg", "")
+
+
 def test_numbers_as_text_and_the_fields_of_older_versions_are_read() -> None:
     old = {"version": "1.5", "entries": [{
         "process_group": ["0", "default"], "seq_id": "7", "profiling_name": "nccl:all_reduce", "state": "started",

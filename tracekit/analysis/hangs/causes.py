@@ -20,6 +20,8 @@ _LIBRARIES = (
     "/torch/distributed/", "/torch/nn/", "/torch/autograd/", "/torch/optim/", "/torch/utils/", "/torch/_",
 )  # fmt: skip
 """Parts of paths that are no user's code, also of packages that were installed from a folder (editable)."""
+_INSTALLED = ("/site-packages/", "/dist-packages/")
+_FRAMEWORK = ("-packages/torch/", "/tracekit/capture/")
 _FILE_CALLS = frozenset({
     "open", "openat", "openat2", "read", "pread64", "readv", "preadv", "preadv2", "write", "pwrite64", "writev",
     "pwritev", "fsync", "fdatasync", "sync", "syncfs", "stat", "lstat", "fstat", "newfstatat", "statx", "getdents64",
@@ -260,9 +262,22 @@ def state(dump: RankDump) -> HostState:
 
 
 def user_frame(frames: tuple[Frame, ...]) -> Frame | None:
-    """Return the innermost frame that is no library's; the innermost of all, if there is none."""
-    user_frames = (frame for frame in frames if not any(part in frame.file for part in _LIBRARIES))
-    return next(user_frames, frames[0] if frames else None)
+    """The innermost frame that is no library's; of an installed program that of its package; else the innermost.
+
+    A program that is installed has all its code among the libraries, except for the script that starts it.
+    """
+    user_frames = (
+        frame
+        for frame in frames
+        if not any(part in frame.file for part in _LIBRARIES)
+        and not (frame.function == "<module>" and "/bin/" in frame.file)
+    )
+    installed = (
+        frame
+        for frame in frames
+        if any(part in frame.file for part in _INSTALLED) and not any(part in frame.file for part in _FRAMEWORK)
+    )
+    return next(user_frames, next(installed, frames[0] if frames else None))
 
 
 def _activity(thread: ThreadStack, path: str | None) -> Activity:

@@ -1,5 +1,6 @@
 """The dumps of a job -> whether it hangs, in which collective, and which ranks are the cause."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -355,15 +356,20 @@ def _calls(mismatch: Mismatch) -> str:
 
 def _mismatch_clause(mismatch: Mismatch) -> str:
     """Return who calls what, as a clause."""
-    other = next(iter(mismatch.deviating.values()))
-    deviating = [rank for rank, call in mismatch.deviating.items() if call.op == other.op]
     expected = mismatch.expected_ranks
-    if set(expected) & set(deviating):
-        return f"The ranks exchange unequal amounts in {other.op}: {mismatch.explanations[deviating[0]]}"
-    deviating_call, expected_call = (_what(call, mismatch.kind) for call in (other, mismatch.expected))
+    if set(expected) & set(mismatch.deviating):
+        rank, other = next(iter(mismatch.deviating.items()))
+        return f"The ranks exchange unequal amounts in {other.op}: {mismatch.explanations[rank]}"
+    ranks_of_call: dict[str, list[int]] = defaultdict(list)
+    for rank, call in mismatch.deviating.items():
+        ranks_of_call[_what(call, mismatch.kind)].append(rank)
+    (deviating_call, deviating), *rest = ranks_of_call.items()
+    others = [rank for _, ranks in rest for rank in ranks]
+    what = "another operation" if mismatch.kind == collectives.OP else "other sizes"
+    besides = f", and {_ranks(others)} {what}," if others else ""
     return (
-        f"{_sentence(_ranks(deviating))} {_plural(deviating, 'calls', 'call')} {deviating_call} where "
-        f"{_ranks(expected)} {_plural(expected, 'calls', 'call')} {expected_call}"
+        f"{_sentence(_ranks(deviating))} {_plural(deviating, 'calls', 'call')} {deviating_call}{besides} where "
+        f"{_ranks(expected)} {_plural(expected, 'calls', 'call')} {_what(mismatch.expected, mismatch.kind)}"
     )
 
 

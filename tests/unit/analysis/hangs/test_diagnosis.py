@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from tracekit.analysis.hangs.collectives import Group
 from tracekit.analysis.hangs.diagnosis import Diagnosis, diagnose
 from tracekit.analysis.hangs.waits import Wait, WaitGraph
 from tracekit.ingest.hang_dumps import flight_recorder
+from tracekit.model import units
 from tracekit.model.hang_dump import Frame, HangDumps
+from tracekit.report import hang
 
 DATA, TENSOR, PIPE = ("1", "data"), ("2", "tensor"), ("3", "pipe")
 STEP = ["all_reduce", "all_gather", "all_reduce"]
@@ -149,6 +152,19 @@ def test_other_sizes_and_types_are_mismatches(change: dict[str, Any], kind: str)
     calls = {rank: [*done(STEP), entry("all_reduce", 4, state="started")] for rank in (0, 1)}
     found = diagnosed({**calls, 2: [*done(STEP), entry("all_reduce", 4, state="started", **change)]})
     assert (ranks_of(found), [each.kind for each in found.mismatches]) == ([2], [kind])
+
+
+@pytest.mark.parametrize("sizes", [(8, 9, 10, 11), (8, 8, 9, 9), (8, 9, 9, 8)], ids=str)  # no batch has a usual size
+def test_a_size_is_stated_only_of_the_ranks_that_pass_it(sizes: tuple[int, ...]) -> None:
+    calls = {r: [*done(STEP), entry("all_reduce", 4, state="started", size=(size,))] for r, size in enumerate(sizes)}
+    found = diagnosed(calls)
+    stated = re.findall(r"[Rr]anks? ([\d–, ]+) calls? all_reduce \[(\d+)\]", found.verdict)
+    assert len(stated) == 2
+    listed = str(hang.document(found).sections)
+    for ranks, size in stated:
+        passing = [rank for rank in range(4) if sizes[rank] == int(size)]
+        assert ranks == units.ranges(passing)
+        assert f"{units.numbers('rank', passing)}: all_reduce [{size}]" in listed
 
 
 def test_shapes_of_equally_many_elements_match() -> None:
@@ -391,3 +407,17 @@ def test_the_users_line_is_that_of_no_package_wherever_it_is_installed(library: 
     frame = causes.user_frame((Frame("all_reduce", library, 3), Frame("step", own, 12)))
     assert frame is not None
     assert (frame.function, frame.brief) == ("step", "step (train.py:12)")
+
+
+@pytest.mark.parametrize("script", ["/opt/venv/bin/acme-train", "/usr/lib/python3.12/runpy.py"])
+def test_the_users_line_of_an_installed_program_is_in_its_package(script: str) -> None:
+    packages = "/opt/venv/lib/python3.12/site-packages"
+    frames = [
+        Frame("all_reduce", f"{packages}/torch/distributed/distributed_c10d.py", 3068),
+        Frame("reduce_loss", f"{packages}/acme/trainer.py", 71),
+        Frame("fit", f"{packages}/acme/trainer.py", 12),
+        Frame("<module>", script, 8),
+    ]
+    frame = causes.user_frame(tuple(frames))
+    assert frame is not None
+    assert (frame.function, frame.line) == ("reduce_loss", 71)
