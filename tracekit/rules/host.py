@@ -47,6 +47,28 @@ _ACTIVITIES = {
 _LATER_STEPS = "Profile later steps: schedule(wait=…, warmup=2, …), or Recorder(warmup=2)."
 _FEWER_LAUNCHES = Advice("Launch fewer kernels: {}.")
 _LESS_PYTHON = Advice("Shorten Python between launches (hooks, logging, gc), or launch fewer kernels: {}.")
+_PREPARES = {
+    host_stalls.AUTOTUNE: Advice("benchmarking kernels (autotuning)"),
+    host_stalls.GRAPH_CAPTURE: Advice("capturing or instantiating graphs"),
+    host_stalls.KERNEL_LOADING: Advice("loading kernels"),
+}
+_PREPARE_ONCE = {
+    host_stalls.AUTOTUNE: Advice(
+        "Autotune once: keep input sizes few (padding, buckets) and the tuned kernels cached (Triton: a key of "
+        "@triton.autotune that rarely changes; cuDNN: benchmark=False where sizes vary)."
+    ),
+    host_stalls.GRAPH_CAPTURE: Advice(
+        "Capture each graph once, for the largest sizes, and launch it again: with torch.compile, keep sizes and "
+        "addresses of inputs (mark_static_address, padding); else copy new inputs into the graph's own.",
+        other="Capture and instantiate each graph once, and launch it again (cudaGraphExecUpdate for other arguments).",
+    ),
+    host_stalls.KERNEL_LOADING: Advice(
+        "Find what loads kernels again in each step: code that is compiled or loaded again (keep the compiled function "
+        "or the extension), or other kernels for other sizes (padding); CUDA_MODULE_LOADING=EAGER loads those of the "
+        "program at its start.",
+        other="Load modules once (cuModuleLoad, cuLibraryLoad), and keep the function that a launch needs.",
+    ),
+}
 _PLACE = [*DEVICE, "phase", "name", "nth"]
 
 
@@ -71,6 +93,8 @@ class LateLaunch(Rule):
     spends more than half of the loss on first uses (kernels loaded, compiled or tried out, long first launches of a
     kernel): it is warm-up. A recording begins in the first step: there the replay counts, before the first launch, at
     most what it saves before the first work of the other steps, in the median.
+
+    Where the host loads or benchmarks kernels, or captures graphs, for most of it in most steps, the message says so.
 
     How to fix: shorten Python between launches (hooks, logging, metrics, gc.freeze or gc.collect at chosen steps);
     launch fewer and larger kernels: torch.compile, CUDA graphs (mode="reduce-overhead"), fused or foreach optimizers,
@@ -121,14 +145,17 @@ class LateLaunch(Rule):
         )
         doing = loss.rows(late).group_by("detail").agg(pl.col("dur_ns").sum())
         longest = largest_first(doing, "dur_ns", "detail").row(0, named=True)
-        activity = _ACTIVITIES[longest["detail"]].suited_to(run)
-        is_in_torch = longest["detail"] in (host_state.OP, host_state.LAUNCH)
-        advice = _FEWER_LAUNCHES if is_in_torch else _LESS_PYTHON
+        preparation = None if is_only else _repeated_preparation(run, loss, idle)
+        prepared_ns, doing_what = preparation or (longest["dur_ns"], longest["detail"])
+        activity = (_PREPARES if preparation else _ACTIVITIES)[doing_what].suited_to(run)
+        is_in_torch = doing_what in (host_state.OP, host_state.LAUNCH)
+        usual_advice = _FEWER_LAUNCHES if is_in_torch else _LESS_PYTHON
+        advice = _PREPARE_ONCE[doing_what] if preparation else usual_advice
         yield loss.finding(
             self,
             Severity.WARNING if is_certain and not is_pause and not cold_ns else Severity.INFO,
             f"The {quoted_step.noun(loss.row)} is launch-bound: compute is idle {loss} because no kernel "
-            f"has been launched. During {units.duration(longest['dur_ns'])} of that, the host is "
+            f"has been launched. During {units.duration(prepared_ns)} of that, the host is "
             f"{activity}.{pause}{cold}{_line(loss.rows(late)) or _surrounding_ops(loss.rows(late))}",
             _LATER_STEPS if cold_ns else advice.suited_to(run).format(", ".join(_fewer_launches(run))),
             confidence=0.8 if on_device else 0.6,
@@ -227,7 +254,9 @@ class BlockingSync(Rule):
         "(cudaEventSynchronize) only where the host needs them, after the next launches, instead of "
         "cudaDeviceSynchronize or cudaStreamSynchronize; decide on the device what the host does not have to know."
     )
-    facts: ClassVar[tuple[TraceFact, ...]] = (*_FACTS, launch_delay.device_reads, value_reads.value_reads)
+    facts: ClassVar[tuple[TraceFact, ...]] = (
+        *_FACTS, host_stalls.host_stalls, breakdown.by_step, launch_delay.device_reads, value_reads.value_reads,
+    )  # fmt: skip
     min_idle_ratio: float = 0.02
     min_read_ratio: float = 0.03
 
@@ -241,12 +270,20 @@ class BlockingSync(Rule):
         loss = quoted_step.worst_loss(save_stages.losses(run, late, "dur_ns"), self.min_idle_ratio)
         if loss is None:
             return
+        idle = intervals.union(intervals.from_table(loss.rows(late)))
+        preparation = _repeated_preparation(run, loss, idle)
+        prepared = ""
+        advice = _READ_LATER
+        if preparation is not None:
+            prepared_ns, cause = preparation
+            prepared = f" During {units.duration(prepared_ns)} of that, the host is {_PREPARES[cause].suited_to(run)}."
+            advice = _PREPARE_ONCE[cause]
         yield loss.finding(
             self,
             Severity.WARNING,
             f"The host synchronizes with the device: compute is idle {loss} after "
-            f"{loss.rows(late)['gap'].n_unique()} such waits.{_line(loss.rows(late))}",
-            _READ_LATER.suited_to(run),
+            f"{loss.rows(late)['gap'].n_unique()} such waits.{prepared}{_line(loss.rows(late))}",
+            advice.suited_to(run),
             confidence=0.8,
             evidence=_evidence(loss, late),
             # Without the waits, a pause of one rank would be hidden, too: that one is a cause of its own.
@@ -423,6 +460,23 @@ def io_sentence(run: Run, rank: int, spans: intervals.Spans, span_name: str, kin
     rate = f", {units.size(moved)} at {units.rate(moved * 1e9 / dur_ns)}" if moved and dur_ns else ""
     of_file = f"in {calls} of {path} ({units.duration(dur_ns)}{rate})"
     return f" File system {what} take {took} of {span_name}, most of that {of_file}."
+
+
+def _repeated_preparation(run: Run, loss: quoted_step.StepLoss, idle: intervals.Spans) -> tuple[int, str] | None:
+    """Time of the quoted step's idle spans in which the host prepares kernels or graphs, and which of its PREPARATION.
+
+    None if that is at most half of the loss, or happens in at most half of the device's steps: then it is a first use.
+    """
+    device = pl.all_horizontal(pl.col(name).eq_missing(pl.lit(loss.row[name])) for name in DEVICE)
+    stalls = run.table(host_stalls.host_stalls).filter(device).with_columns(pl.col("gap_step").alias("step"))
+    steps = run.table(breakdown.by_step).filter(device)["step"]
+    for cause in host_stalls.PREPARATION:
+        of_cause = stalls.filter(cause=cause)
+        spans = intervals.union(intervals.from_table(loss.rows(of_cause)))
+        prepared_ns = intervals.length(intervals.intersect(spans, idle))
+        if 2 * prepared_ns > loss.row["lost_ns"] and 2 * of_cause["step"].n_unique() > steps.n_unique():
+            return prepared_ns, cause
+    return None
 
 
 def _fewer_launches(run: Run) -> Iterator[str]:

@@ -41,6 +41,7 @@ _HOST_DOES = {
     host_stalls.PROFILER: "writes the profiler's buffers, which does not happen without the profiler",
     host_stalls.COMPILE: "compiles",
     host_stalls.AUTOTUNE: "benchmarks kernels (autotuning)",
+    host_stalls.GRAPH_CAPTURE: "captures or instantiates a graph",
     host_stalls.KERNEL_LOADING: "loads kernels at their first use",
     host_stalls.GARBAGE_COLLECTION: "runs Python's garbage collector",
     host_stalls.DATA: "waits for data",
@@ -75,6 +76,11 @@ _FIXES = {
     host_stalls.AUTOTUNE: Advice(
         "Fix the input sizes, or autotune before training: each new size is benchmarked.",
         "Fix the input sizes, or autotune before serving: each new size is benchmarked.",
+    ),
+    host_stalls.GRAPH_CAPTURE: Advice(
+        "Capture each graph once before training, for the largest sizes, and launch it again.",
+        "Capture a graph of each batch size once before serving or measuring, and launch it again.",
+        "Capture and instantiate each graph once, and launch it again (cudaGraphExecUpdate for other arguments).",
     ),
     host_stalls.KERNEL_LOADING: Advice(
         "Run every kind of step once before training, or set CUDA_MODULE_LOADING=EAGER.",

@@ -18,14 +18,17 @@ from tracekit.model.run import Run
 from tracekit.model.sweep_line import Flags, distinct
 from tracekit.model.trace import Trace
 
-PROFILER, COMPILE, AUTOTUNE, KERNEL_LOADING, GARBAGE_COLLECTION, RETRY, ALLOCATION, SAVE, DATA, LAUNCH, SYNC, OTHER = (
-    CAUSES
-) = (
-    "profiler", "compile", "autotune", "kernel_loading", "garbage_collection", "retry", "allocation", "save", "data",
-    "launch", "synchronize", "other",
+(
+    PROFILER, COMPILE, AUTOTUNE, GRAPH_CAPTURE, KERNEL_LOADING, GARBAGE_COLLECTION, RETRY, ALLOCATION, SAVE, DATA,
+    LAUNCH, SYNC, OTHER,
+) = CAUSES = (
+    "profiler", "compile", "autotune", "graph_capture", "kernel_loading", "garbage_collection", "retry", "allocation",
+    "save", "data", "launch", "synchronize", "other",
 )  # fmt: skip
 """What the host did: of those that cover most of a stall the first counts; `other` is Python and ops of any kind."""
-FIRST_USE = (COMPILE, AUTOTUNE, KERNEL_LOADING, ALLOCATION)
+PREPARATION = (AUTOTUNE, GRAPH_CAPTURE, KERNEL_LOADING)
+"""Causes that prepare kernels and graphs for later launches: once, unless their sizes or code change."""
+FIRST_USE = (COMPILE, *PREPARATION, ALLOCATION)
 """Causes that a training has when it does something for the first time."""
 
 COLUMNS = schema.columns(
@@ -53,6 +56,8 @@ _PATTERNS = {
     LAUNCH: r"^(cuda|hip|cu)(Graph|Module|Ext|Cooperative|Coop)?Launch",
     SYNC: host_state.SYNCHRONIZING,
 }
+_CAPTURE_BEGINS, _CAPTURE_ENDS = r"^(cuda|hip|cu)StreamBeginCapture", r"^(cuda|hip|cu)StreamEndCapture"
+_INSTANTIATES = r"^(cuda|hip|cu)GraphInstantiate"
 _FREE = r"^(cuda|hip)Free$"
 _MALLOC = r"^(cuda|hip)Malloc$"
 _MIN_FREES = 2  # in a retry the allocator frees its whole cache
@@ -91,6 +96,7 @@ def host_stalls(trace: Trace) -> pl.DataFrame:
     during = inside & (host_state.is_launching(trace) | trace_columns.is_kind(trace, "overhead"))
     ops = trace_columns.spans(trace)
     covered = {cause: intervals.coverage(spans, ops[during & _shows(trace, cause)]) for cause in _PATTERNS}
+    covered[GRAPH_CAPTURE] = intervals.coverage(spans, _graph_captures(trace))
     covered[SAVE] = intervals.coverage(spans, intervals.from_table(save_stages.save_spans(trace)))
     # Mark the spans in which the allocator freed its cache and allocated again.
     calls = during & trace_columns.is_kind(trace, "runtime")
@@ -299,6 +305,23 @@ def _shows(trace: Trace, cause: str) -> Flags:
     elif cause == DATA:
         matching = matching | trace_columns.is_phase(trace, conventions.DATA)
     return matching
+
+
+def _graph_captures(trace: Trace) -> intervals.Spans:
+    """Spans in which a launching thread records its calls as a graph, which launches none, or instantiates one."""
+    ops, lane = trace_columns.spans(trace), trace.ops["lane"].to_numpy()
+    is_call = trace_columns.is_kind(trace, "runtime") & host_state.is_launching(trace)
+    begins, ends, instantiates = (
+        np.flatnonzero(is_call & trace_columns.is_named(trace, pattern))
+        for pattern in (_CAPTURE_BEGINS, _CAPTURE_ENDS, _INSTANTIATES)
+    )
+    captures = [ops[instantiates]]
+    for thread in np.unique(lane[begins]):
+        begin_ns, end_ns = np.sort(ops[begins[lane[begins] == thread], 0]), np.sort(ops[ends[lane[ends] == thread], 1])
+        end = np.searchsorted(end_ns, begin_ns)
+        has_end = end < len(end_ns)
+        captures.append(np.stack([begin_ns[has_end], end_ns[end[has_end]]], axis=1))
+    return intervals.union(np.concatenate(captures))
 
 
 def _innermost(trace: Trace, spans: intervals.Spans, during: Flags) -> list[str | None]:
