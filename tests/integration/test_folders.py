@@ -193,6 +193,40 @@ def test_ranks_from_names_are_reported_as_guessed(tmp_path):
     assert kinds(run) == ["rank_guessed"]
 
 
+@pytest.mark.parametrize("stated", [1, 3, 64])
+def test_one_rank_that_states_another_number_of_ranks_is_of_the_same_job(tmp_path, stated):
+    for rank in range(4):
+        size = stated if rank == 2 else 4
+        write(
+            tmp_path / f"rank{rank}.json", trace(rank, size, start_us=100.0 + 40 * rank, trace_id=f"recording {rank}")
+        )
+    run = load(tmp_path)
+    assert run.ranks == (0, 1, 2, 3)
+    assert kinds(run).count("world_size") == 1
+    assert "missing_ranks" not in kinds(run)
+
+
+@pytest.mark.parametrize("is_of_another", ["time", "rank"])
+def test_a_trace_of_another_job_is_not_read_as_its_missing_rank(tmp_path, is_of_another):
+    """A rank that another job left in the folder began at another time, or has a rank of this job."""
+    for rank in range(4):
+        is_other = rank == 3
+        start_us = 100.0 + 40 * rank + (300e6 if is_other and is_of_another == "time" else 0)
+        stated_rank = 1 if is_other and is_of_another == "rank" else rank
+        document = trace(stated_rank, 8 if is_other else 4, start_us=start_us, trace_id=f"recording {rank}")
+        write(tmp_path / f"rank{rank}.json", document)
+    run = load(tmp_path)
+    assert run.ranks == (0, 1, 2)
+    assert "world_size" not in kinds(run)
+
+
+@pytest.mark.parametrize(("stated", "is_wrong"), [(2, True), (3, False), (5, False)])
+def test_more_ranks_than_the_traces_state_are_reported(tmp_path, stated, is_wrong):
+    for rank in range(3):
+        write(tmp_path / f"rank{rank}.json", trace(rank, stated, start_us=100.0 + 40 * rank, trace_id=f"r {rank}"))
+    assert ("world_size" in kinds(load(tmp_path))) == is_wrong
+
+
 @pytest.mark.parametrize("size", [2, 5])
 @pytest.mark.parametrize("stated", [0, 1])
 def test_processes_that_all_state_one_rank_have_the_ranks_of_their_names(tmp_path, size, stated):

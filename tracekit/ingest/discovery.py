@@ -19,6 +19,7 @@ from tracekit.ingest.readers.reader import Reader, TraceInfo
 from tracekit.ingest.remote import RemoteFile
 from tracekit.ingest.remote_listing import MAX_CONCURRENT_REQUESTS
 from tracekit.ingest.trace_files import HOUR_NS, SAME_START_NS, QualityIssue, TraceFile, word_rank
+from tracekit.model import units
 
 _NUMBER = re.compile(r"(?:^|[_-])(\d{1,18})(?=[._-]|$)")
 _STAMP = re.compile(r"\.(\d{10,19})\.(?:pt\.)?trace\.json")
@@ -82,6 +83,7 @@ def identify(
     if not traces:
         raise BadTraceError(first_error or "no trace")
     traces = trace_files.with_ranks_of_all_hosts(_without_logs(traces, issues), issues)
+    traces = trace_files.with_one_world_size(traces, issues)
     ranked = _with_ranks(traces, issues)
     run, other_runs = trace_files.latest_run(ranked, issues)
     if len(run) < len(ranked):  # ranks that were assumed from the order of all files
@@ -122,6 +124,9 @@ def missing_ranks(
         by_window[t.window].add(t.rank)
     present = set().union(*by_window.values()) | {rank for rank in reported_ranks if rank is not None}
     issues = []
+    if sizes and max(sizes) < len(present):
+        message = f"{len(present)} ranks have a trace, but their traces state {units.count(max(sizes), 'rank')}."
+        issues.append(QualityIssue("world_size", message))
     if len(present) < world_size:
         absent = _numbers(sorted(set(range(world_size)) - present))
         message = f"{len(present)} of {world_size} ranks have a trace (not {absent}); the others cannot be analyzed."

@@ -1,7 +1,7 @@
 """The traces in a folder's files: which belong to one run, and the files of other tools that belong to a trace."""
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
@@ -55,6 +55,8 @@ class TraceFile:
 HOUR_NS = 3_600_000_000_000
 SAME_START_NS = 1_000_000
 """Recordings of one process that begin within this time are copies of one."""
+_ONE_START_NS = 60_000_000_000
+"""Ranks begin to record at one step. Another attempt at a job takes longer to start processes and load the model."""
 _JOB_PARTS = ("folder", "world size", "job id")
 
 _Key = tuple[object, ...]
@@ -153,6 +155,44 @@ def without_traces(companion: TraceFile) -> BadTraceError:
     return BadTraceError(
         f"{companion.file.path}: this is {article} {name}, not a profiler trace; {companion.reader.usage}"
     )
+
+
+def with_one_world_size(traces: list[TraceFile], issues: list[QualityIssue]) -> list[TraceFile]:
+    """The traces; of a folder's files of distinct ranks, few that state another number of ranks have that of the rest.
+
+    They are of one job if their names state these ranks, the usual number has room for them, and they began together:
+    files of another job have ranks of these, too, or began at another time.
+    """
+    of_folder: dict[_Key, list[TraceFile]] = defaultdict(list)
+    for t in traces:
+        if t.info.world_size is not None and t.job_rank is None:
+            of_folder[t.file.folder, t.job[0], t.job[2]].append(t)
+    corrected: dict[int, TraceFile] = {}
+    for listed in of_folder.values():
+        sizes = Counter(t.info.world_size for t in listed)
+        usual, count = sizes.most_common(1)[0]
+        if len(sizes) == 1 or 2 * count <= len(listed) or not _has_distinct_named_ranks(listed, usual or 0):
+            continue
+        starts_ns = sorted(t.info.start_ns for t in listed if t.info.start_ns is not None)
+        if len(starts_ns) < len(listed) or starts_ns[-1] - starts_ns[0] > _ONE_START_NS:
+            continue
+        for t in listed:
+            if t.info.world_size != usual:
+                message = (
+                    f"{t.file.path}: states {t.info.world_size} ranks, and the traces next to it {usual}: read as "
+                )
+                message += f"one of {usual}"
+                issues.append(QualityIssue("world_size", message, t.file.path, word_rank(t.file)))
+                job = (t.job[0], usual, t.job[2])
+                corrected[id(t)] = replace(t, info=replace(t.info, world_size=usual), job=job)
+    return [corrected.get(id(t), t) for t in traces]
+
+
+def _has_distinct_named_ranks(traces: Sequence[TraceFile], world_size: int) -> bool:
+    ranks = [word_rank(t.file) for t in traces]
+    is_stated_alike = all(t.info.rank in (None, rank) for t, rank in zip(traces, ranks, strict=True))
+    in_world = all(rank is not None and rank < world_size for rank in ranks)
+    return is_stated_alike and in_world and len(set(ranks)) == len(ranks)
 
 
 def latest_run(

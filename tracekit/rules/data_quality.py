@@ -114,6 +114,10 @@ _KINDS = {
     ),
     "partial": _Kind(_INFO, "Check again when the rank has written it. If the training has ended, remove the file."),
     "duplicate_rank": _Kind(_WARNING, "Keep one trace per rank and window, or put each window into its own folder."),
+    "world_size": _Kind(
+        _INFO,
+        "Start all ranks with one WORLD_SIZE, as torchrun does, or correct distributedInfo in the files.",
+    ),
     "rank_guessed": _Kind(_INFO, "Record with torch.distributed initialized, so that the trace states its rank."),
     "copied_rank": _Kind(
         _ERROR, "Copy the file of the rank that is missing: differences between these ranks mean nothing."
