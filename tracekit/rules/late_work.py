@@ -96,7 +96,7 @@ def excess_parts(excess: ExcessTime) -> str:
     """The kinds with a tenth of the excess or more: "22 ms for extra calls (most in spin_kernel)"."""
     parts = []
     for kind, kind_ns in excess.kinds.items():
-        if kind_ns >= _MIN_NAMED * excess.total_ns:
+        if kind_ns >= max(_MIN_NAMED * excess.total_ns, 1):
             rows = excess.rows.filter(pl.col("excess_ns") > 0, kind=kind)
             parts.append(f"{units.duration(kind_ns)} for {_NOUNS[kind]}{_most_of(rows, kind_ns)}")
     return ", ".join(parts)

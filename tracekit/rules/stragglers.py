@@ -34,6 +34,8 @@ _STEP = ("window", "step")
 _MOST = 0.5
 _MIN_LATEST_RATIO = 2 / 3
 """Share of the waiting from which a rank is named; below, a second one may be as late (Megatron: 52% and 42%)."""
+_MIN_OF_LATEST = 0.1
+"""Share of the waiting for the latest rank below which another one is not named: it is last by chance."""
 _MAX_NAMED = 3
 _FEW_STEPS = 2
 """Steps of which the range is their spread: quartiles of two are interpolated, and one may be four times the other."""
@@ -391,7 +393,8 @@ class UnevenRanks(Rule):
         quoted = largest_first(pieces.filter(quoted_step.is_of(worst, _STEP)), "dur_ns", "start_ns")
         quoted_ns = int(quoted["dur_ns"].sum())
         by_peer = quoted.drop_nulls("peer_rank").group_by("peer_rank").agg(pl.col("dur_ns").sum())
-        latest = largest_first(by_peer, "dur_ns", "peer_rank").head(_MAX_NAMED)
+        is_often_late = pl.col("dur_ns") >= _MIN_OF_LATEST * pl.col("dur_ns").max()
+        latest = largest_first(by_peer.filter(is_often_late), "dur_ns", "peer_rank").head(_MAX_NAMED)
         most_late = latest["peer_rank"].to_list()
         overloaded = overloaded_ranks(run)
         overloaded_ns = sum(ns for rank, ns in by_peer.iter_rows() if rank in overloaded)
@@ -446,6 +449,7 @@ class UnevenRanks(Rule):
         cause = UNEVEN_WORK if is_uneven else None
         if latest_rank is not None:
             claim, ranks = f"Rank {latest_rank} arrives late at collectives{subject.tail}", (latest_rank,)
+            who = f"rank {latest_rank}"
             cause = STRAGGLER
             quoted = _waits_for(latest_rank, pieces.join(late_steps.select(_STEP), on=_STEP, how="semi"), worst)
             ratio = int(in_steps.filter(rank=latest_rank)["dur_ns"].sum()) / max(1, int(in_steps["dur_ns"].sum()))
@@ -458,7 +462,7 @@ class UnevenRanks(Rule):
             f"in {quoted_step.place(worst['step'])}, {late_for}.{turns}{reason.evidence if reason else ''}{doubt}",
             reason.fix
             if reason
-            else f"Check why {who} arrive late: uneven work (sequence lengths, experts), or temporary "
+            else f"Check why {who} {'arrives' if latest_rank is not None else 'arrive'} late: uneven work (sequence lengths, experts), or temporary "
             "host delays (HOST001, HOST003, gc, other jobs on the node).",
             impact=min(1.0, worst["wait_ratio"]),
             cost_ns=worst["waited_ns"],
@@ -605,10 +609,10 @@ def _turns_within_steps(
     if excess.total_ns <= _MOST_BEYOND_WAIT * lost_ns:
         balanced_ratio = 1 - 1 / len(run.ranks)
         reason = late_work.reason(run, excess, subject, lost_ns=lost_ns, balanced_ratio=balanced_ratio)
-    turns = [
-        f"rank {rank} is last at {counts.get(rank, 0)}" + (f" ({late_work.excess_parts(part)})" if reason else "")
-        for rank, part in parts.items()
-    ]
+    turns = []
+    for rank, part in parts.items():
+        longer = late_work.excess_parts(part) if reason else ""
+        turns.append(f"rank {rank} is last at {counts.get(rank, 0)}{f' ({longer})' if longer else ''}")
     return reason, f" Of {units.count(sum(counts.values()), 'collective')}, {'; '.join(turns)}."
 
 

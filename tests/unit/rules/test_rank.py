@@ -1,5 +1,6 @@
 """Stragglers and slow links on drawn timelines: which rank or group, since which step, and by how much."""
 
+import re
 from dataclasses import replace
 
 import polars as pl
@@ -113,6 +114,40 @@ def test_delays_that_vary_strongly_between_steps_have_no_straggler():
     run = ranks(*pictures, steps=STEPS)
     assert judge(run, Straggler) == ()
     assert judge(run, Straggler, max_spread_ratio=9.0, min_steps_ratio=0.5)
+
+
+def turns(*steps):
+    """A run of ranks of which each is the last at one of the collectives of a step, by so many characters."""
+    pictures = []
+    for rank in range(len(steps[0])):
+        compute = communication = ""
+        for late_by in steps:
+            computed = communicated = ""
+            for last, late in enumerate(late_by):
+                length = 1 + (late if rank == last else 0)
+                computed += ("a" * length).ljust(late + 3, ".")
+                communicated += ("." * length + "y" * (late + 2 - length)).ljust(late + 3, ".")
+            compute += computed.ljust(40, ".")
+            communication += communicated.ljust(40, ".")
+        pictures.append((compute, communication))
+    return ranks(*pictures, steps=STEPS)
+
+
+def test_a_rank_that_is_last_by_chance_is_not_named():
+    """Rank 2 is the last one at a collective of each step, too, by a twelfth of what the others are late by."""
+    (finding,) = judge(turns((12, 11, 1, 0), (0, 12, 1, 11), (11, 0, 1, 12)), UnevenRanks)
+    late = {int(rank) for rank in re.findall(r"rank (\d) \(\d", finding.message)}
+    assert len(late) == 2
+    assert 2 not in late
+    assert {int(rank) for rank in re.search(r"ranks ([\d, ]+) arrive", finding.fix)[1].split(", ")} == late
+
+
+def test_a_rank_that_takes_no_longer_has_no_list_of_what_it_takes_longer_for():
+    (finding,) = judge(turns((11, 11, 1, 0), (0, 0, 1, 0), (11, 11, 1, 0)), UnevenRanks)
+    longer = dict(re.findall(r"rank (\d) is last at \d(?: \(([^)]*))?", finding.message))
+    assert set(longer) == {"0", "1", "2"}
+    assert longer["2"] == ""
+    assert longer["0"] == longer["1"] != ""
 
 
 def test_a_slow_group_is_compared_with_its_peers(wording):
