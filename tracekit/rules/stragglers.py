@@ -405,6 +405,7 @@ class UnevenRanks(Rule):
         named = [f"rank {rank} ({part})" for rank, part in zip(most_late, parts, strict=True)]
         late_for = f"most for {', '.join(named)}" if named else "for which ranks is within clock error"
         who = f"ranks {', '.join(map(str, most_late))}" if len(most_late) > 1 else "single ranks"
+        arrive = "arrive"
         late_steps = means.filter(pl.col("wait_ratio") > self.min_wait_ratio)
         # In each step the rank that the others wait for most is compared with the others.
         waited = pieces.drop_nulls("peer_rank").group_by(*_STEP, rank="peer_rank").agg(pl.col("dur_ns").sum())
@@ -449,7 +450,7 @@ class UnevenRanks(Rule):
         cause = UNEVEN_WORK if is_uneven else None
         if latest_rank is not None:
             claim, ranks = f"Rank {latest_rank} arrives late at collectives{subject.tail}", (latest_rank,)
-            who = f"rank {latest_rank}"
+            who, arrive = f"rank {latest_rank}", "arrives"
             cause = STRAGGLER
             quoted = _waits_for(latest_rank, pieces.join(late_steps.select(_STEP), on=_STEP, how="semi"), worst)
             ratio = int(in_steps.filter(rank=latest_rank)["dur_ns"].sum()) / max(1, int(in_steps["dur_ns"].sum()))
@@ -462,7 +463,7 @@ class UnevenRanks(Rule):
             f"in {quoted_step.place(worst['step'])}, {late_for}.{turns}{reason.evidence if reason else ''}{doubt}",
             reason.fix
             if reason
-            else f"Check why {who} {'arrives' if latest_rank is not None else 'arrive'} late: uneven work (sequence lengths, experts), or temporary "
+            else f"Check why {who} {arrive} late: uneven work (sequence lengths, experts), or temporary "
             "host delays (HOST001, HOST003, gc, other jobs on the node).",
             impact=min(1.0, worst["wait_ratio"]),
             cost_ns=worst["waited_ns"],

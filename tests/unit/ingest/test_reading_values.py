@@ -340,6 +340,19 @@ def test_begin_and_end_on_an_epoch_clock_are_exact(tmp_path):
     assert read(tmp_path, *pair).ops.select("start_ns", "dur_ns").rows() == [(1_716_900_000_123_456_101, 898)]
 
 
+@pytest.mark.parametrize(
+    ("around", "is_wrong"), [("aten::whole", True), ("_compile.compile_inner (dynamo_timed)", False)]
+)
+def test_calls_within_a_compiler_may_take_any_time_and_cross_its_spans(tmp_path, around, is_wrong):
+    """torch.compile closes aot_collect_metadata_data after the dispatch mode in which it began, in PyTorch 2.13."""
+    short = [event(name="PythonDispatchMode", ts=100.0 * number, dur=10.0) for number in range(20)]
+    long = event(name="PythonDispatchMode", ts=5_000.0, dur=4_000.0)
+    crossing = event(cat="user_annotation", name="aot_collect_metadata_data", ts=8_900.0, dur=300.0)
+    trace = read(tmp_path, event(name=around, ts=0.0, dur=10_000.0), *short, long, crossing)
+    assert ("bad_durations" in kinds(trace)) == is_wrong
+    assert trace.ops["dur_ns"].to_list().count(4_000_000) == (not is_wrong)
+
+
 def test_times_far_apart_do_not_overflow(tmp_path):
     far = [event(ts=ts, dur=dur) for ts, dur in ((-3e15, 1e15), (3e15, 1e15), (0, 1))]
     trace = read(tmp_path, *far, baseTimeNanoseconds=3 * 10**18)

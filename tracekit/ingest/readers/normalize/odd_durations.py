@@ -313,10 +313,16 @@ def _leaving(host: Host) -> tuple[Ints, Ints]:
 
 
 def _times_as_long(host: Host) -> npt.NDArray[np.float64]:
-    """Duration of each slice as a multiple of the median of its name."""
+    """Duration of each slice as a multiple of the median of its name; 0 within a compiler.
+
+    A compiler calls operators to trace them: then they, and dispatch modes around them, contain what it does meanwhile,
+    and its spans are closed in any order.
+    """
     frame = pl.DataFrame({"name": host.name_id, "dur_ns": host.end_ns - host.start_ns})
     usual_ns = pl.col("dur_ns").median().over("name").clip(lower_bound=1)
-    return frame.select(pl.col("dur_ns") / usual_ns).to_series().to_numpy()
+    times = frame.select(pl.col("dur_ns") / usual_ns).to_series().to_numpy()
+    in_compiler = nesting.nearest(host.parent, host.names.is_compiler[host.name_id]) >= 0
+    return np.where(in_compiler, 0.0, times)
 
 
 def _worse_of_crossing(host: Host, times: npt.NDArray[np.float64], is_wrong: Flags) -> Ints:
