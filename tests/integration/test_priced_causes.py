@@ -9,15 +9,20 @@ from pathlib import Path
 import pytest
 
 import tracekit
+from tests.recordings.evaluation import record_evaluation
 from tests.support.selection import others_in_accuracy
 from tests.unit.simulate.jobs import job, pipelined, written
 from tracekit.errors import InputError
+from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.plan import hardware, models
+from tracekit.replay.graph import savings
+from tracekit.replay.graph.causes.device_time import SIDE_WORK
 from tracekit.rules import cost_attribution, engine, stated_savings, unreported_causes
 from tracekit.rules.collective_batching import SmallCollectives
 from tracekit.rules.communication import ExposedCommunication
 from tracekit.rules.rule import Report, Rule, Severity
+from tracekit.rules.side_work import SideWork
 from tracekit.simulate.faults import FAULTS
 from tracekit.simulate.job import FSDP2, HSDP, YAFSDP, Job, laid_out
 
@@ -158,3 +163,16 @@ def test_severity_follows_the_price_where_a_fix_saves_it(rule: Rule, is_warning:
     assert finding.subject == unreported_causes.SUBJECT
     assert cost_attribution.grade(finding.impact, finding.confidence) > Severity.INFO
     assert (finding.severity > Severity.INFO) == is_warning
+
+
+def test_what_only_one_step_does_is_said_to_be_in_that_step_and_is_no_error() -> None:
+    run = tracekit.load(ROOT / "tests" / "recordings" / "evaluation")
+    report = engine.check(run, [SideWork()])
+    (finding,) = (finding for finding in report.findings if finding.subject == unreported_causes.SUBJECT)
+    saved = savings.saving(run, SIDE_WORK.name).steps
+    longest = saved.sort("saved_ns").row(-1, named=True)
+    assert longest["step"] == record_evaluation.EVALUATED
+    assert longest["saved_ns"] >= 0.9 * saved["saved_ns"].sum()
+    assert f"in step {longest['step']} ({units.duration(longest['saved_ns'])})" in finding.message
+    assert cost_attribution.grade(finding.impact, finding.confidence) is Severity.ERROR
+    assert finding.severity is Severity.WARNING

@@ -11,8 +11,8 @@ from tracekit.model.run import Run
 from tracekit.replay.graph import causes, savings, what_if
 from tracekit.replay.graph.causes.cause import Cause, Kind, Pricing
 from tracekit.replay.graph.causes.stalls import Removal
-from tracekit.rules import cost_attribution, straggler_consequences
-from tracekit.rules.rule import Finding, Report, Rule, Severity, WhatIf, cost_order, warnings
+from tracekit.rules import cost_attribution, recurrence, straggler_consequences
+from tracekit.rules.rule import Finding, Report, Rule, Severity, WhatIf, cost_order, largest_first, warnings
 
 MIN_SAVED_RATIO = 0.03
 """Share of the step from which a cause is reported: the cost from which a finding with good confidence warns."""
@@ -68,8 +68,9 @@ def _findings(report: Report, cause: Cause, rule: Rule) -> Iterator[Finding]:
             sorted(sources, key=cost_order, reverse=True),
             key=lambda finding: _remaining_ns(report, cause, [finding], alone.saved_ns),
         )
-    message = f"A replay in which {cause.summary} is {units.duration(alone.saved_ns)} a step shorter, although no "
-    message += f"single place reaches the thresholds of {cause.code()}."
+    single = _single_step(alone.steps)
+    message = f"A replay in which {cause.summary} is {units.duration(alone.saved_ns)} a step shorter"
+    message += single or f", although no single place reaches the thresholds of {cause.code()}."
     if remaining_ns < alone.saved_ns:
         codes = " and ".join(dict.fromkeys(finding.code for finding in sources))
         message += f" {units.share(1 - remaining_ns / alone.saved_ns)} of that ends with {codes}."
@@ -78,9 +79,10 @@ def _findings(report: Report, cause: Cause, rule: Rule) -> Iterator[Finding]:
     is_judged = cause.is_attainable and source is None and not alone.caveat and rule == type(rule)()
     ranks = _most_affected_ranks(report.run, cause, alone.saved_ns)
     on_ranks = f" on {units.numbers('rank', ranks)}" if ranks else ""
+    severity = cost_attribution.grade(impact, alone.confidence) if is_judged else Severity.INFO
     yield Finding(
         cause.code(),
-        cost_attribution.grade(impact, alone.confidence) if is_judged else Severity.INFO,
+        min(severity, Severity.WARNING) if single else severity,  # what happens once need not happen again
         message + (f" The answer is limited: {alone.caveat}." if alone.caveat else ""),
         _fix(rule),
         impact=impact,
@@ -95,6 +97,18 @@ def _findings(report: Report, cause: Cause, rule: Rule) -> Iterator[Finding]:
         consequence_of=source.id if source else "",
         subject=SUBJECT,
     )
+
+
+def _single_step(steps: pl.DataFrame) -> str:
+    """Which one of several steps has nearly all of a saving, as with an evaluation, and how much; "" if none has."""
+    by_step = steps.drop_nulls("step").group_by("window", "step").agg(pl.col("saved_ns").max())
+    if by_step.height < 2:
+        return ""
+    longest = largest_first(by_step, "saved_ns", "window", "step").row(0, named=True)
+    if longest["saved_ns"] < _NEARLY_ALL * by_step["saved_ns"].clip(0).sum():
+        return ""
+    often = recurrence.sentence(1, by_step.height)
+    return f", nearly all of it in step {longest['step']} ({units.duration(longest['saved_ns'])}). {often}."
 
 
 def _most_affected_ranks(run: Run, cause: Cause, saved_ns: int) -> tuple[int, ...]:
@@ -144,4 +158,5 @@ def _remaining_ns(report: Report, cause: Cause, sources: Sequence[Finding], alon
 
 def _fix(rule: Rule) -> str:
     section = _HOW_TO_FIX.search(inspect.cleandoc(rule.__doc__ or ""))
-    return section[1].replace("\n", " ") if section else ""
+    text = section[1].replace("\n", " ") if section else ""
+    return text[:1].upper() + text[1:]
