@@ -105,7 +105,7 @@ def _single_step(steps: pl.DataFrame) -> str:
     if by_step.height < 2:
         return ""
     longest = largest_first(by_step, "saved_ns", "window", "step").row(0, named=True)
-    if longest["saved_ns"] < _NEARLY_ALL * by_step["saved_ns"].clip(0).sum():
+    if longest["saved_ns"] < _NEARLY_ALL * int(by_step["saved_ns"].clip(0).sum()):
         return ""
     often = recurrence.sentence(1, by_step.height)
     return f", nearly all of it in step {longest['step']} ({units.duration(longest['saved_ns'])}). {often}."
