@@ -46,7 +46,10 @@ _ACTIVITIES = {
 }
 _LATER_STEPS = "Profile later steps: schedule(wait=…, warmup=2, …), or Recorder(warmup=2)."
 _FEWER_LAUNCHES = Advice("Launch fewer kernels: {}.")
-_LESS_PYTHON = Advice("Shorten Python between launches (hooks, logging, gc), or launch fewer kernels: {}.")
+_LESS_PYTHON = Advice(
+    "Shorten Python between launches (hooks, logging, gc), or launch fewer kernels: {}.",
+    "If requests were waiting, shorten Python between launches (hooks, logging, gc), or launch fewer kernels: {}.",
+)
 _PREPARES = {
     host_stalls.AUTOTUNE: Advice("benchmarking kernels (autotuning)"),
     host_stalls.GRAPH_CAPTURE: Advice("capturing or instantiating graphs"),

@@ -39,7 +39,13 @@ def pause(at_us: float) -> Iterator[Event]:
     yield slice_("cpu_op", "aten::mm", at_us, PREPARATION_US, tid=1)
 
 
-def late_launch(folder: Path, prepare: Callable[[float], Iterator[Event]], steps: set[int]) -> Finding | None:
+def nothing(at_us: float) -> Iterator[Event]:
+    yield from ()
+
+
+def late_launch(
+    folder: Path, prepare: Callable[[float], Iterator[Event]], steps: set[int], op: str = "aten::mm"
+) -> Finding | None:
     """HOST001 of a loop that launches 20 kernels a step, and in some steps prepares something before the first one."""
     events, at_us, number = [], 0.0, 0
     for step in range(STEPS):
@@ -49,7 +55,7 @@ def late_launch(folder: Path, prepare: Callable[[float], Iterator[Event]], steps
             at_us += PREPARATION_US
         for _ in range(KERNELS):
             number += 1
-            events += [slice_("cpu_op", "aten::mm", at_us, 8, tid=1)]
+            events += [slice_("cpu_op", op, at_us, 8, tid=1)]
             events += [slice_("cuda_runtime", "cudaLaunchKernel", at_us + 2, 4, tid=1, correlation=number)]
             where = {"device": 0, "stream": 7, "correlation": number}
             events += [slice_("kernel", "gemm", at_us + 10, KERNEL_US, tid=7, **where)]
@@ -86,3 +92,17 @@ def test_an_op_that_takes_as_long_prepares_nothing(tmp_path):
     finding = late_launch(tmp_path, pause, set(range(STEPS)))
     assert finding is not None
     assert finding.fix not in {advice.training for advice in host._PREPARE_ONCE.values()}
+
+
+@pytest.mark.parametrize(
+    ("op", "advice"),
+    [
+        ("aten::mm", host._LESS_PYTHON.inference),  # a server may have had no request
+        ("autograd::engine::evaluate_function: MmBackward0", host._LESS_PYTHON.training),
+    ],
+    ids=["inference", "training"],
+)
+def test_a_pause_in_which_the_host_calls_nothing_may_be_without_a_request_in_inference(op, advice, tmp_path):
+    finding = late_launch(tmp_path, nothing, set(range(STEPS)), op)
+    assert finding is not None
+    assert finding.fix.startswith(advice.partition("{}")[0])
