@@ -117,8 +117,9 @@ class _Entries:
         stated_p2p = entry.get("is_p2p")
         is_p2p = peers is not None if stated_p2p is None else bool(stated_p2p)
         collective_seq = _integer(entry["collective_seq_id"] if "collective_seq_id" in entry else entry["seq_id"])
-        named = entry["process_group"]  # PyTorch 2.3 wrote the name alone
-        group, description = (_text(part) for part in ((named, "") if isinstance(named, str) else tuple(named)[:2]))
+        stated_group = entry["process_group"]  # name and description, or the name alone
+        parts = (stated_group, "") if isinstance(stated_group, str) else tuple(stated_group)[:2]
+        group, description = map(_text, parts)
         created_ns = _time(entry.get("time_created_ns")) or 1000 * (_time(entry.get("time_created_us")) or 0)
         ended_ns = _time(entry.get("time_discovered_completed_ns"))
         group_rank = int(peers[2]) if peers else None
