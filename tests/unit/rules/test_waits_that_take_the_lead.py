@@ -23,6 +23,7 @@ class Job:
 
     reads: int
     op_us: float = OP_US
+    gap_us: float = GAP_US  # between kernels that are queued
     events: list[dict] = field(default_factory=list)
     host_us: float = 0.0
     device_us: float = 0.0
@@ -33,7 +34,7 @@ class Job:
         self.number += 1
         call = slice_("cuda_runtime", "cudaLaunchKernel", self.host_us + 3, 5, tid=1, correlation=self.number)
         op = slice_("cpu_op", "aten::mm", self.host_us, LAUNCH_US - 1, tid=1, **{"External id": self.number})
-        start_us = max(self.host_us + LAUNCH_US, self.device_us + GAP_US)
+        start_us = max(self.host_us + LAUNCH_US, self.device_us + self.gap_us)
         where = {"device": 0, "stream": 7, "correlation": self.number}
         self.events += [op, call, slice_("kernel", "gemm", start_us, kernel_us, tid=7, **where)]
         self.device_us, self.host_us = start_us + kernel_us, self.host_us + LAUNCH_US
@@ -63,8 +64,8 @@ class Job:
         )
 
 
-def drawn(reads: int, op_us: float = OP_US) -> Job:
-    job = Job(reads, op_us)
+def drawn(reads: int, op_us: float = OP_US, gap_us: float = GAP_US) -> Job:
+    job = Job(reads, op_us, gap_us)
     for number in range(STEPS):
         job.step(number)
     return job
@@ -84,6 +85,17 @@ def test_a_read_costs_what_the_device_idles_until_the_host_leads_again(reads, tm
     (finding,) = check(run, [BlockingSync()]).findings
     assert finding.severity is Severity.WARNING
     assert finding.cost_ns == pytest.approx(1000 * saved_us, rel=0.1)
+
+
+@pytest.mark.parametrize("reads", [0, 3])
+def test_a_replay_keeps_the_gaps_between_queued_kernels(reads, tmp_path):
+    """A device that needs 7 µs between kernels loses no more to reads than one that needs 1 µs."""
+    run = loaded(drawn(reads, gap_us=7), tmp_path)
+    steps = savings.replayed_steps(run)
+    launched_us = 4 * reads * STEPS  # from a launch after a read to its kernel, which a replay leaves out
+    assert steps["replayed_ns"].sum() == pytest.approx(steps["duration_ns"].sum(), abs=1000 * (1 + launched_us))
+    saved_us = (drawn(reads, gap_us=7).device_us - drawn(0, gap_us=7).device_us) / STEPS
+    assert savings.saving(run, BLOCKING_SYNC.name).saved_ns == pytest.approx(1000 * saved_us, rel=0.05, abs=1000)
 
 
 def test_launches_that_are_late_after_reads_are_their_consequence(tmp_path):

@@ -24,7 +24,10 @@ _AWAITED_NS = 1_000
 """Rounded clocks: work that a stalled kernel waited for ended at most this long after the device became idle."""
 
 KERNEL_GAP_NS = 1_000
-"""The least time between two kernels of a stream, unless a shorter one is recorded, such as in CUDA graphs."""
+"""The usual time between two queued kernels of a stream, where a trace has too few to show it."""
+_LONGEST_KERNEL_GAP_NS = 20_000
+"""Queued kernels start 0 to 4 µs after the one before on MI300, V100, A100 and H100; a longer gap has another cause."""
+_FEWEST_GAPS = 20  # the median of fewer gaps is chance
 QUEUE_DEPTH = 1024
 """The most launches that may be queued before the host must wait (CUDA's limit)."""
 
@@ -248,7 +251,8 @@ def _on_device(trace: Trace) -> tuple[pl.DataFrame, pl.DataFrame]:
     )
     room_ns = np.full(items.height, -1, np.int64)
     np.maximum.at(room_ns, for_room["on"].to_numpy(), for_room["room_ns"].to_numpy())
-    work = _device_nodes(trace, items, first_item, launch=launch, stall_ns=stall_ns).with_columns(
+    gap_ns = _least_gaps(items, late["ready_ns"].to_numpy(), stall_ns)
+    work = _device_nodes(trace, items, first_item, launch=launch, stall_ns=stall_ns, gap_ns=gap_ns).with_columns(
         grid_id, _kernels(trace, items), late["late"].alias("is_late"), room_ns=room_ns
     )
     host = _host_nodes(trace, calls, _own(calls, waits, items, first_item))
@@ -275,12 +279,27 @@ def _host_nodes(trace: Trace, calls: host_time.Calls, own_ns: Ints) -> pl.DataFr
     return pl.DataFrame(columns).with_columns(gap_series(calls.gap_ns))
 
 
-def _device_nodes(trace: Trace, items: pl.DataFrame, first_item: int, *, launch: Ints, stall_ns: Ints) -> pl.DataFrame:
-    """Return one node per item of the device's lanes, an activity or a wait, each after the item before it."""
+def _least_gaps(items: pl.DataFrame, ready_ns: Ints, stall_ns: Ints) -> Ints:
+    """The least time from the item before on its lane to each item, without `stall_ns` of device stalls.
+
+    `ready_ns` are those of `filled_devices.late_kernels`. An item that was ready when the one before it ended was
+    delayed by the device alone: its gap stays in a replay. The others follow after the median of these gaps.
+    """
     is_wait, chain = items["is_wait"].to_numpy(), items["previous"].to_numpy().astype(np.int64)
     is_free = is_wait | (chain < 0) | is_wait[np.maximum(chain, 0)]
-    gap_ns = items["start_ns"].to_numpy() - items["end_ns"].to_numpy()[chain]  # as recorded
-    least_gap_ns = np.where((gap_ns > 0) & (gap_ns < KERNEL_GAP_NS), gap_ns, KERNEL_GAP_NS)
+    before_ns = items["end_ns"].to_numpy()[chain]
+    # Work of a stream that overlaps, as in CUDA graphs, has no gap.
+    gap_ns = np.maximum(items["start_ns"].to_numpy() - before_ns - stall_ns, 0)
+    is_queued = ~is_free & (ready_ns <= before_ns) & (gap_ns < _LONGEST_KERNEL_GAP_NS)
+    usual_ns = int(np.median(gap_ns[is_queued])) if is_queued.sum() >= _FEWEST_GAPS else KERNEL_GAP_NS
+    return np.where(is_free, 0, np.where(is_queued, gap_ns, np.minimum(gap_ns, usual_ns)))
+
+
+def _device_nodes(
+    trace: Trace, items: pl.DataFrame, first_item: int, *, launch: Ints, stall_ns: Ints, gap_ns: Ints
+) -> pl.DataFrame:
+    """Return one node per item of the device's lanes, an activity or a wait, each after the item before it."""
+    is_wait, chain = items["is_wait"].to_numpy(), items["previous"].to_numpy().astype(np.int64)
     duration_ns = items["end_ns"].to_numpy() - items["start_ns"].to_numpy()
     recorded = items.select(
         "ref", "device", "lane", "kind", "name", "step", "phase", "unit", "span", "start_ns", "end_ns"
@@ -288,7 +307,7 @@ def _device_nodes(trace: Trace, items: pl.DataFrame, first_item: int, *, launch:
     columns = {
         "what": np.where(is_wait, WAIT, WORK).astype(np.int8),
         "chain": np.where(chain >= 0, chain + first_item, -1),
-        "chain_ns": np.where(is_free, 0, least_gap_ns) + stall_ns,
+        "chain_ns": gap_ns + stall_ns,
         "launch": launch,
         "launch_ns": stall_ns,
         "stall_ns": stall_ns,
