@@ -9,6 +9,7 @@ import pytest
 import tracekit
 from tests.support import drawn_hosts, drawn_traces
 from tests.support.drawn_hosts import UNIT_NS
+from tests.support.gpu_hosts import GpuHost, all_reduce, common_step
 from tests.support.rule_examples import all_reduce_run
 from tests.unit.simulate.jobs import job, written
 from tracekit.analysis.parallelism import stalled_collectives, stragglers
@@ -107,6 +108,41 @@ def test_a_rank_whose_host_does_nothing_while_others_go_on_is_named(wording):
 )
 def test_what_is_no_stall(took, why):
     assert judge(all_reduce_run(*took)) == (), why
+
+
+def reducing_job(folder: Path, *, large_us: float, stalls: bool):
+    """A job of two ranks and three steps: in each, four large all-reduces and a small one, in step 1 of 6 ms longer."""
+    hosts = [GpuHost(rank, 2) for rank in range(2)]
+    for step in range(3):
+        with common_step(hosts, step):
+            for number in range(5):
+                for host in hosts:
+                    host.kernel(f"gemm_{number}", 100.0)
+                is_small = number == 4
+                long_us = 6000.0 if is_small and step == 1 and stalls else 0.0
+                all_reduce(hosts, long_us + (40.0 if is_small else large_us), elements=512 if is_small else 1 << 20)
+    for host in hosts:
+        host.wait()
+        host.write(folder)
+    return tracekit.load(str(folder), cache=False), max(max(host.free_us.values()) for host in hosts)
+
+
+def test_a_small_collective_of_each_step_stalls_if_it_takes_longer_than_the_large_ones(tmp_path: Path):
+    folders = [tmp_path / name for name in ("stalled", "healthy")]
+    for folder in folders:
+        folder.mkdir()
+    (stalled, end_us), (healthy, usual_end_us) = (
+        reducing_job(folder, large_us=150.0, stalls=stalls)
+        for folder, stalls in zip(folders, (True, False), strict=True)
+    )
+    (finding,) = [finding for finding in check(stalled).findings if finding.code == StalledCollective.code]
+    assert (finding.severity, finding.ranks, finding.steps) == (Severity.WARNING, (0, 1), (1,))
+    assert finding.cost_ns == pytest.approx(1000 * (end_us - usual_end_us) / 3, rel=0.02)
+    assert judge(healthy) == ()
+
+
+def test_a_small_collective_that_takes_as_long_as_large_ones_does_not_stall(tmp_path: Path):
+    assert judge(reducing_job(tmp_path, large_us=2000.0, stalls=True)[0]) == ()
 
 
 def test_a_hidden_stall_costs_nothing():

@@ -35,7 +35,8 @@ _ONE = ["window", "step"]
 _MIN_EXCESS_NS = 1_000_000
 _MIN_RATIO = 4.0
 """How many times as long as usual a collective must take: contention and jitter slow one down a few times at most."""
-_MIN_OTHERS, _MIN_UNSIZED_OTHERS = 5, 2
+_MIN_OTHERS, _MIN_OTHERS_AT_PLACE = 5, 2
+"""How many others must be compared, and at the same place of other steps if the size is unknown or others are larger."""
 _FEW, _MANY = 3, 20
 _USUAL_QUANTILE, _TAIL_QUANTILE = 0.75, 0.95
 _TAIL_RATIO = 2.0
@@ -55,7 +56,7 @@ def stalled_calls(run: Run) -> pl.DataFrame:
 
     Columns CALL_COLUMNS: transfer_ns (of `group_bandwidth`: from the last known arrival to the end), usual_ns and
     others (of the other ones: at the same place of other steps, and of the same op, group and size within a factor of
-    two; of unknown size, only at the same place of steps with as many calls), excess_ns (beyond that), excess_start_ns
+    two; of unknown size, only at the same place of steps with as many calls; of few, also larger ones), excess_ns (beyond that), excess_start_ns
     (when it begins, on the run's clock), rank, start_ns and dur_ns (of the rank with the shortest wait), event (those
     that stall at once have one number), ranks (with a trace); one row per collective. Sends and receives, saves and the
     first collective of a group are left out.
@@ -66,11 +67,16 @@ def stalled_calls(run: Run) -> pl.DataFrame:
     long = calls.filter(~pl.col("is_first"), pl.col("transfer_ns") >= _MIN_RATIO * middle_ns)
     candidates = long.sort("transfer_ns", descending=True).head(_MAX_CALLS)
     of_kind = _of_others(calls, candidates, _KIND).rename({"usual_ns": "of_kind_ns"})
-    at_place = _of_others(calls, candidates, [*_KIND, "place"]).select("row", at_place_ns="usual_ns")
-    compared = candidates.join(of_kind, on="row").join(at_place, on="row")
+    at_place = _of_others(calls, candidates, [*_KIND, "place"]).select(
+        "row", at_place_ns="usual_ns", others_at_place="others"
+    )
+    as_large = _of_as_large(calls, candidates)
+    compared = candidates.join(of_kind, on="row").join(at_place, on="row").join(as_large, on="row", how="left")
     most_ns = pl.max_horizontal("of_kind_ns", "at_place_ns")
+    is_longest = pl.col("transfer_ns") >= _MIN_RATIO * pl.col("as_large_ns")
+    has_other_sizes = pl.col("size_class").is_null() | (pl.col("others_as_large") >= _MIN_OTHERS) & is_longest
     usual = compared.with_columns(pl.coalesce("at_place_ns", "of_kind_ns").cast(pl.Int64).alias("usual_ns")).filter(
-        pl.col("others") >= pl.when(pl.col("size_class").is_null()).then(_MIN_UNSIZED_OTHERS).otherwise(_MIN_OTHERS),
+        (pl.col("others") >= _MIN_OTHERS) | (pl.col("others_at_place") >= _MIN_OTHERS_AT_PLACE) & has_other_sizes,
         pl.col("transfer_ns") >= _MIN_RATIO * most_ns,
         pl.col("transfer_ns") >= _TAIL_RATIO * pl.col("tail_ns").fill_null(0),
     )
@@ -171,6 +177,30 @@ def _of_others(calls: pl.DataFrame, candidates: pl.DataFrame, key: list[str]) ->
         tail_ns = _quantile(other_ns, _TAIL_QUANTILE) if len(other_ns) >= _MANY else None
         rows.append((row, usual_ns, tail_ns, len(other_ns)))
     types = {"row": candidates.schema["row"], **schema.columns("usual_ns tail_ns others")}
+    return pl.DataFrame(rows, schema=types, orient="row")
+
+
+def _of_as_large(calls: pl.DataFrame, candidates: pl.DataFrame) -> pl.DataFrame:
+    """Usual time of the other collectives of a group, op and type that are as large as each candidate, or larger.
+
+    Such ones usually take as long, or longer. Columns row, as_large_ns (null without others), others_as_large; one row
+    per candidate of known size.
+    """
+    key = [*_GROUP, "op", "dtype"]
+    sized = calls.drop_nulls(["size_class", "transfer_ns"])
+    alike = sized.join(candidates.select(key).unique(), on=key, how="semi", nulls_equal=True)
+    times = {
+        place: (same["size_class"].to_numpy(), same["transfer_ns"].to_numpy())
+        for place, same in alike.partition_by(key, as_dict=True).items()
+    }
+    rows = []
+    known = candidates.drop_nulls("size_class")
+    for row, own_ns, own_class, *place in known.select("row", "transfer_ns", "size_class", *key).iter_rows():
+        size_class, transfer_ns = times[tuple(place)]
+        ascending = np.sort(transfer_ns[size_class >= own_class])
+        other_ns = np.delete(ascending, np.searchsorted(ascending, own_ns))
+        rows.append((row, _quantile(other_ns, _USUAL_QUANTILE), len(other_ns)))
+    types = {"row": candidates.schema["row"], **schema.columns("as_large_ns others_as_large")}
     return pl.DataFrame(rows, schema=types, orient="row")
 
 
