@@ -36,7 +36,7 @@ _MIN_EXCESS_NS = 1_000_000
 _MIN_RATIO = 4.0
 """How many times as long as usual a collective must take: contention and jitter slow one down a few times at most."""
 _MIN_OTHERS, _MIN_OTHERS_AT_PLACE = 5, 2
-"""How many others must be compared, and at the same place of other steps if the size is unknown or others are larger."""
+"""How many others must be compared, and how many at the same place of other steps where the kind is rare."""
 _FEW, _MANY = 3, 20
 _USUAL_QUANTILE, _TAIL_QUANTILE = 0.75, 0.95
 _TAIL_RATIO = 2.0
@@ -56,10 +56,10 @@ def stalled_calls(run: Run) -> pl.DataFrame:
 
     Columns CALL_COLUMNS: transfer_ns (of `group_bandwidth`: from the last known arrival to the end), usual_ns and
     others (of the other ones: at the same place of other steps, and of the same op, group and size within a factor of
-    two; of unknown size, only at the same place of steps with as many calls; of few, also larger ones), excess_ns (beyond that), excess_start_ns
+    two; of unknown size, only at the same place of steps with as many calls), excess_ns (beyond that), excess_start_ns
     (when it begins, on the run's clock), rank, start_ns and dur_ns (of the rank with the shortest wait), event (those
-    that stall at once have one number), ranks (with a trace); one row per collective. Sends and receives, saves and the
-    first collective of a group are left out.
+    that stall at once have one number), ranks (with a trace); one row per collective. One of few of its size must also
+    take longer than larger ones do. Sends and receives, saves and the first collective of a group are left out.
     """
     calls = _classify_calls(run)
     # Collectives that take far longer than the others, with usual_ns and others (how many).
@@ -70,7 +70,8 @@ def stalled_calls(run: Run) -> pl.DataFrame:
     at_place = _of_others(calls, candidates, [*_KIND, "place"]).select(
         "row", at_place_ns="usual_ns", others_at_place="others"
     )
-    as_large = _of_as_large(calls, candidates)
+    of_few = of_kind.filter(pl.col("others") < _MIN_OTHERS)
+    as_large = _of_as_large(calls, candidates.join(of_few, on="row", how="semi"))
     compared = candidates.join(of_kind, on="row").join(at_place, on="row").join(as_large, on="row", how="left")
     most_ns = pl.max_horizontal("of_kind_ns", "at_place_ns")
     is_longest = pl.col("transfer_ns") >= _MIN_RATIO * pl.col("as_large_ns")
