@@ -102,6 +102,7 @@ def attribute_costs(report: Report) -> Report:
         findings = [
             straggler_consequences.within_stragglers(report.run, run, finding, findings) for finding in findings
         ]
+    findings = [straggler_consequences.with_pauses_of_each_step(finding, findings) for finding in findings]
     notes = report.notes
     if run is not report.run:
         count = f"{len(run.ranks)} of {len(report.run.ranks):,} ranks"

@@ -13,6 +13,7 @@ from tracekit.rules.mean_saving import MeanStep, mean_saving
 from tracekit.rules.rule import Finding, Severity, family, warnings
 
 _STRAGGLERS = ("RANK001", "RANK004")
+_UNEVEN = "RANK003"
 _MIN_OWN_RATIO = 0.5
 """Share of a saving that must remain without a straggler for a fault of its own, as in `cost_attribution`."""
 
@@ -40,6 +41,27 @@ def within_stragglers(run: Run, replayed: Run, finding: Finding, findings: Seque
         return finding
     message = f"{finding.message} {units.share(1 - ratio)} of that ends with {straggler.code}."
     return replace(finding, severity=Severity.INFO, consequence_of=straggler.id, message=message)
+
+
+def with_pauses_of_each_step(finding: Finding, findings: Sequence[Finding]) -> Finding:
+    """A finding on the latest rank as a warning, if its single stall is as long as its pauses in the other steps.
+
+    At the start of a recording little work is queued, so a pause delays the device that queued work hides later. A
+    replay without the time that is unusual for the rank then saves little, without the rank all.
+    """
+    is_doubtful = finding.code == _UNEVEN and finding.severity is Severity.INFO and finding.is_priced
+    if not is_doubtful or finding.consequence_of or not finding.ranks:
+        return finding
+    stalls = (other for other in findings if other.what_if is not None and other.what_if.cause is SINGLE_STALL)
+    least_ns, most_ns = _MIN_OWN_RATIO * finding.cost_ns, (1 - _MIN_OWN_RATIO) * finding.cost_ns
+    is_usual = any(
+        stall.ranks == finding.ranks and stall.is_priced and stall.measured_ns >= least_ns and stall.cost_ns < most_ns
+        for stall in stalls
+    )
+    if not is_usual:
+        return finding
+    message = f"{finding.message} Its host pauses as long in the other steps, where queued work hides that."
+    return replace(finding, severity=Severity.WARNING, message=message)
 
 
 def of_one_cause(run: Run, findings: Sequence[Finding]) -> list[Finding]:

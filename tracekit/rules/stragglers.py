@@ -341,7 +341,8 @@ class UnevenRanks(Rule):
     without the causes that have a warning, such as late launches, the finding is information, with the cost of the
     rest. Where ranks take turns, do the same work, and one or two collectives have half of the waiting, it is
     information: single pauses explain it as well. Below `min_wait_ratio`, the rank that the others wait for most is
-    information if a replay in which nobody waits for it saves `min_latest_ratio` of the step.
+    information if a replay in which nobody waits for it saves `min_latest_ratio` of the step; a warning if STEP001
+    reports a stall of it that is no longer than its pauses in the other steps.
 
     Where the waiting is shorter, the finding is about uneven work if in each step the rank that computes longest does
     so for `min_uneven_ratio` longer than ranks do in the mean; the cost is the saving of a replay in which all compute

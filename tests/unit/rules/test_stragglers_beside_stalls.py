@@ -89,3 +89,40 @@ def test_a_straggler_keeps_its_price_beside_a_stall_of_all_ranks(tmp_path):
     findings = {finding.code: finding for finding in check(load(tmp_path, cache=False)).findings}
     assert (findings["STEP001"].severity, findings["STEP001"].ranks) == (Severity.WARNING, ())
     assert findings["RANK001"].cost_ns == pytest.approx(pauses_ns, rel=0.2)
+
+
+def queued_job(folder, pauses_us):
+    """Return ranks whose devices limit them; the host of one pauses in each step, which only an empty queue shows.
+
+    Also returns when the last device has ended.
+    """
+    hosts = [GpuHost(rank, RANKS) for rank in range(RANKS)]
+    for step, pause_us in enumerate(pauses_us):
+        with common_step(hosts, step):
+            for block in range(2):
+                hosts[SLOW].pause(pause_us * block)
+                for host in hosts:
+                    for number in range(50):
+                        host.kernel(f"gemm_{number}", KERNEL_US)
+                all_reduce(hosts, 30.0)
+    for host in hosts:
+        host.wait()
+        host.write(folder)
+    return load(folder, cache=False), max(max(host.free_us.values()) for host in hosts)
+
+
+def test_a_pause_of_each_step_that_delays_the_device_in_the_first_one_only_is_a_warning_on_its_rank(tmp_path):
+    folders = [tmp_path / name for name in ("pauses", "none")]
+    for folder in folders:
+        folder.mkdir()
+    (run, end_us), (_, usual_end_us) = queued_job(folders[0], (9000.0,) * 3), queued_job(folders[1], (0.0,) * 3)
+    findings = {finding.code: finding for finding in check(run).findings}
+    assert (findings["RANK003"].severity, findings["RANK003"].ranks) == (Severity.WARNING, (SLOW,))
+    assert findings["RANK003"].cost_ns == pytest.approx(1000 * (end_us - usual_end_us) / 3, rel=0.1)
+    assert findings["STEP001"].severity is Severity.INFO
+
+
+def test_a_single_pause_of_the_first_step_is_a_stall_and_no_warning_on_its_rank(tmp_path):
+    findings = {finding.code: finding for finding in check(queued_job(tmp_path, (9000.0, 0.0, 0.0))[0]).findings}
+    assert findings["STEP001"].severity is Severity.WARNING
+    assert "RANK003" not in findings or findings["RANK003"].severity is Severity.INFO
