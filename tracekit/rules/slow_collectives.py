@@ -249,10 +249,10 @@ class StalledCollective(Rule):
     rank that arrives late does not count, and neither do differences between clocks. It must be four times as long
     as the same collective (group, op, type, size within a factor of two) usually takes, both at the same place of
     other steps and anywhere: the third quartile of the others, of three or fewer the longest. Among 20 others or
-    more, it must also be twice as long as their 95th percentile. Five others are needed, and an excess of 1 ms. Of a
-    size that occurs less often, two others at the same place of other steps are needed, and five of the group, op and
-    type that are larger, than which it must take four times as long, too. Where the trace has no sizes, calls at one
-    place of steps with as many calls are the same, and two others are needed.
+    more, it must also be twice as long as their 95th percentile. Five others are needed, and an excess of 1 ms. On
+    devices, for a size that occurs less often, two others at the same place of other steps are needed, and five of the
+    group, op and type that are as large or larger: it must take four times as long as those, too. Where the trace has
+    no sizes, calls at one place of steps with as many calls are the same, and two others are needed.
     Collectives that stall at the same time are one event. It costs the exposed part of the excess, or what the
     steps are shorter in a replay with the usual duration. It is a warning from `min_lost_ratio` of the window, and
     information from `min_step_ratio` of a step (`min_cpu_step_ratio` on a CPU run, where other processes slow

@@ -8,6 +8,7 @@ import polars as pl
 from tracekit.analysis.communication import group_bandwidth
 from tracekit.analysis.host import host_stalls
 from tracekit.analysis.parallelism import outlier_steps
+from tracekit.analysis.time import breakdown
 from tracekit.model import schema
 from tracekit.model.fact import run_fact
 from tracekit.model.run import Run
@@ -75,7 +76,9 @@ def stalled_calls(run: Run) -> pl.DataFrame:
     compared = candidates.join(of_kind, on="row").join(at_place, on="row").join(as_large, on="row", how="left")
     most_ns = pl.max_horizontal("of_kind_ns", "at_place_ns")
     is_longest = pl.col("transfer_ns") >= _MIN_RATIO * pl.col("as_large_ns")
-    has_other_sizes = pl.col("size_class").is_null() | (pl.col("others_as_large") >= _MIN_OTHERS) & is_longest
+    # On a CPU run, ops that compute slow a collective down as it happens, so that few others show little.
+    has_larger = (pl.col("others_as_large") >= _MIN_OTHERS) & is_longest & breakdown.is_on_device(run)
+    has_other_sizes = pl.col("size_class").is_null() | has_larger
     usual = compared.with_columns(pl.coalesce("at_place_ns", "of_kind_ns").cast(pl.Int64).alias("usual_ns")).filter(
         (pl.col("others") >= _MIN_OTHERS) | (pl.col("others_at_place") >= _MIN_OTHERS_AT_PLACE) & has_other_sizes,
         pl.col("transfer_ns") >= _MIN_RATIO * most_ns,
