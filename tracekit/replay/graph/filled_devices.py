@@ -91,7 +91,8 @@ def is_of_kernel() -> pl.Expr:
 class Devices:
     """Which nodes fill which device: shape (n,) over all nodes; `place` is -1 for nodes that need no room.
 
-    `lane` is a number that no lane of another device has.
+    `lane` is a number that no lane of another device has. Of kernels that are ready at once, the one with the lowest
+    `recorded_order` finds room first: streams have numbers by chance.
 
     `contended` are the kernels that became ready while another one filled their device, in any replay so far: the next
     one begins with these, which changes nothing but the time that it takes.
@@ -101,6 +102,7 @@ class Devices:
     lane: Rows
     room_ns: Ints
     shares_with: Ints
+    recorded_order: Ints
     contended: Flags
 
 
@@ -120,7 +122,10 @@ def devices(frame: NodeTable, count: int) -> Devices | None:
     rest = np.full(count - frame.height, _NONE, np.int64)
     place, lane, room_ns, shares_with = (np.concatenate((nodes[name].to_numpy(), rest)) for name in nodes.columns)
     lane = np.unique(place * _LANES + lane, return_inverse=True)[1].astype(np.int32)
-    return Devices(place, lane, room_ns, shares_with, contended=np.zeros(count, np.bool_))
+    recorded_order = np.arange(count)
+    started_first = np.lexsort((frame["launch"].to_numpy(), frame["start_ns"].to_numpy()))
+    recorded_order[started_first] = np.arange(frame.height)
+    return Devices(place, lane, room_ns, shares_with, recorded_order, contended=np.zeros(count, np.bool_))
 
 
 def starts(network: Network, devices: Devices | None) -> Ints:
@@ -272,21 +277,24 @@ def _in_time(network: Network, devices: Devices, in_time: Flags) -> Ints:
     place = np.where(in_time, devices.place, -1)[net.node].tolist()
     lane, room, took = devices.lane[net.node].tolist(), devices.room_ns[net.node].tolist(), net.own_ns.tolist()
     shares = net.rows(devices.shares_with[net.node]).tolist()
+    recorded = devices.recorded_order[net.node].tolist()
     running: dict[int, list[tuple[int, int, int]]] = {device: [] for device in set(place)}
     released = [node for node, waits in enumerate(waits_left) if not waits]
     free = [node for node in released if place[node] < 0]
-    events = [(starts_at[node], starts_at[node], node) for node in released if place[node] >= 0]
+    events = [(starts_at[node], starts_at[node], recorded[node], node) for node in released if place[node] >= 0]
     heapq.heapify(events)
     while free or events:
         if free:  # what needs no room starts as soon as it may, whatever comes before
             node = free.pop()
             end = starts_at[node] + took[node]
         else:
-            now, ready, node = heapq.heappop(events)
+            now, ready, _, node = heapq.heappop(events)
             full = running[place[node]] = [run for run in running[place[node]] if run[0] > now]
             ends = [until for until, by, on_lane in full if on_lane != lane[node] and by != shares[node]]
             if ends:
-                heapq.heappush(events, (max(ends), ready, node))  # the first that was ready finds room first
+                heapq.heappush(
+                    events, (max(ends), ready, recorded[node], node)
+                )  # the first that was ready finds room first
                 continue
             starts_at[node], end = now, now + took[node]
             if room[node] >= 0 and end - room[node] > now:
@@ -301,7 +309,7 @@ def _in_time(network: Network, devices: Devices, in_time: Flags) -> Ints:
             if place[other] < 0:
                 free.append(other)
             else:
-                heapq.heappush(events, (starts_at[other], starts_at[other], other))
+                heapq.heappush(events, (starts_at[other], starts_at[other], recorded[other], other))
     return net.all_starts(np.array(starts_at, np.int64))
 
 
