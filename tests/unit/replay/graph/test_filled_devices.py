@@ -2,18 +2,23 @@
 
 import numpy as np
 import polars as pl
+import pytest
 
 from tracekit.replay.graph import filled_devices
 from tracekit.replay.graph.contraction import Network
 from tracekit.replay.graph.nodes import HOST, WORK
 
 
-def started(launched_ns, own_ns, room_ns, *, shares_with=(-1, -1, -1)):
-    """Return when three kernels start, each on a stream of its own, all launched by one host at some times."""
+def started(launched_ns, own_ns, room_ns, *, shares_with=(-1, -1, -1), recorded_ns=None):
+    """Return when three kernels start, each on a stream of its own, all launched by one host at some times.
+
+    They started in the recording at `recorded_ns`, by default when they were launched.
+    """
     count = len(own_ns)
     nodes = {
         "what": [WORK] * count, "kind": ["compute"] * count, "rank": [0] * count, "device": [0] * count,
         "lane": list(range(count)), "room_ns": room_ns, "shares_with": shares_with,
+        "launch": [-1] * count, "start_ns": recorded_ns or launched_ns,
     }  # fmt: skip
     devices = filled_devices.devices(pl.DataFrame(nodes), count)
     return filled_devices.starts(released_at(launched_ns, own_ns), devices).tolist()
@@ -48,6 +53,16 @@ def test_kernels_that_fill_the_device_run_one_after_the_other_in_the_order_in_wh
 
 def test_a_kernel_that_ran_beside_it_in_the_recording_finds_room_again():
     assert started([0, 2, 3], [5, 2, 1], [1, -1, -1], shares_with=[-1, 0, -1]) == [0, 2, 4]
+
+
+@pytest.mark.parametrize(("recorded_ns", "expected_ns"), [([0, 5, 9], [0, 3, 7]), ([0, 9, 5], [0, 7, 3])])
+def test_of_kernels_that_are_ready_at_once_the_one_that_started_first_in_the_recording_finds_room(
+    recorded_ns, expected_ns
+):
+    # lane 0   0 0 0 . . .      all fill the device and leave no room
+    # lane 1   . . . 1 1 1 1    or the other way round, whatever numbers their lanes have
+    # lane 2   . . . . . . . 2
+    assert started([0, 1, 1], [3, 4, 4], [0, 0, 0], recorded_ns=recorded_ns) == expected_ns
 
 
 def frame(start_ns, end_ns, *, room_ns, grid_id, is_late):
