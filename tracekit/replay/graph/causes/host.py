@@ -155,7 +155,7 @@ LATE_LAUNCH = Cause(
     summary="the host takes no time between calls and in launches",
     basis="host time between recorded calls, without data loading, saves, allocator calls and waits",
     removed_stalls=(
-        host_stalls.PROFILER, host_stalls.AUTOTUNE, host_stalls.KERNEL_LOADING, host_stalls.LAUNCH, host_stalls.OTHER,
+        host_stalls.PROFILER, *host_stalls.PREPARATION, host_stalls.LAUNCH, host_stalls.OTHER,
     ),
 )  # fmt: skip
 RATE_LIMITER = Cause(
