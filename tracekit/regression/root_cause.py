@@ -138,12 +138,13 @@ def _likely(candidates: Sequence[_Candidate], step_ns: float | None) -> list[Cau
     """
     ranked = sorted(candidates, key=lambda candidate: (candidate.is_counted, candidate.explained_ns), reverse=True)
     growth_ns = sum(candidate.explained_ns for candidate in ranked) if step_ns is None else step_ns
-    likely = [each for each in ranked if each.is_counted or each.explained_ns >= _LEAST_SHARE * growth_ns]
+    least_ns = _LEAST_SHARE * growth_ns
+    likely = [candidate for candidate in ranked if candidate.is_counted or candidate.explained_ns >= least_ns]
     causes = [candidate.cause for candidate in likely]
     unexplained_ns = growth_ns - sum(candidate.explained_ns for candidate in likely)
     if step_ns is not None and unexplained_ns >= _LEAST_SHARE * step_ns:
-        whole = "" if unexplained_ns == step_ns else f"{units.duration(unexplained_ns)} of "
-        text = f"No cause explains {whole}the {units.duration(step_ns)} by which a step takes longer."
+        part = "" if unexplained_ns == step_ns else f"{units.duration(unexplained_ns)} of "
+        text = f"No cause explains {part}the {units.duration(step_ns)} by which a step takes longer."
         causes.append(Cause(UNEXPLAINED, text, (STEP_TIME,)))
     return causes
 

@@ -76,8 +76,8 @@ def test_a_retired_call_of_gloo_is_complete_and_one_of_nccl_has_timed_out() -> N
 
 
 def test_a_group_of_a_name_alone_has_no_description() -> None:
-    named = {**entry("all_reduce", 1, state="started"), "process_group": "default_pg"}  # without a description
-    (call,) = flight_recorder.parse(dump([named], groups=WORLD), rank=0, path="x").calls
+    of_name_alone = {**entry("all_reduce", 1, state="started"), "process_group": "default_pg"}
+    (call,) = flight_recorder.parse(dump([of_name_alone], groups=WORLD), rank=0, path="x").calls
     assert (call.group, call.description) == ("default_pg", "")
 
 

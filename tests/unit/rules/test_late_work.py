@@ -175,9 +175,9 @@ def test_ranks_that_take_turns_within_a_step_say_for_what(
 
 @needs_cases
 def test_late_ranks_of_a_cpu_run_have_operators_and_no_kernels() -> None:
-    (found, *_) = check(load(CASES / "oversub"), [Straggler(), OccasionalStraggler(), UnevenRanks()]).findings
-    assert "operators" in found.claim
-    assert "kernels" not in found.claim
+    (late_rank, *_) = check(load(CASES / "oversub"), [Straggler(), OccasionalStraggler(), UnevenRanks()]).findings
+    assert "operators" in late_rank.claim
+    assert "kernels" not in late_rank.claim
 
 
 def test_the_host_of_a_cpu_run_calls_operators_late() -> None:

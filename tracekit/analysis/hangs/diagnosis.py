@@ -366,9 +366,9 @@ def _mismatch_clause(mismatch: Mismatch) -> str:
     (deviating_call, deviating), *rest = ranks_of_call.items()
     others = [rank for _, ranks in rest for rank in ranks]
     what = "another operation" if mismatch.kind == collectives.OP else "other sizes"
-    besides = f", and {_ranks(others)} {what}," if others else ""
+    other_calls = f", and {_ranks(others)} {what}," if others else ""
     return (
-        f"{_sentence(_ranks(deviating))} {_plural(deviating, 'calls', 'call')} {deviating_call}{besides} where "
+        f"{_sentence(_ranks(deviating))} {_plural(deviating, 'calls', 'call')} {deviating_call}{other_calls} where "
         f"{_ranks(expected)} {_plural(expected, 'calls', 'call')} {_what(mismatch.expected, mismatch.kind)}"
     )
 

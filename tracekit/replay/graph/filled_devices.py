@@ -292,9 +292,8 @@ def _in_time(network: Network, devices: Devices, in_time: Flags) -> Ints:
             full = running[place[node]] = [run for run in running[place[node]] if run[0] > now]
             ends = [until for until, by, on_lane in full if on_lane != lane[node] and by != shares[node]]
             if ends:
-                heapq.heappush(
-                    events, (max(ends), ready, recorded[node], node)
-                )  # the first that was ready finds room first
+                # The first that was ready finds room first.
+                heapq.heappush(events, (max(ends), ready, recorded[node], node))
                 continue
             starts_at[node], end = now, now + took[node]
             if room[node] >= 0 and end - room[node] > now:
