@@ -33,7 +33,7 @@ def write_run(
     manifest |= {"world_size": len(ranks), "model": {"name": "tiny"}}
     (folder / "run.json").write_text(json.dumps(manifest))
     for rank in ranks:
-        trace = _trace(rank, kernel, communication_us, thread)
+        trace = _trace(rank, kernel, communication_us, thread, world_size=len(ranks))
         (folder / f"rank{rank:05d}.pt.trace.json.gz").write_bytes(gzip.compress(json.dumps(trace).encode()))
     for file in folder.iterdir():
         os.utime(file, (time.time() - 3600,) * 2)  # what changed a moment ago is taken as being recorded
@@ -56,7 +56,7 @@ def write_products(folder: Path) -> None:
 _HOST = {"pid": 100, "tid": 100, "ph": "X"}
 
 
-def _trace(rank: int, kernel: str, communication_us: int, thread: str) -> dict:
+def _trace(rank: int, kernel: str, communication_us: int, thread: str, *, world_size: int = 2) -> dict:
     events = [
         {"ph": "M", "name": "thread_name", "pid": 100, "tid": 100, "ts": 0, "args": {"name": thread}},
         {"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "ts": 0, "args": {"name": "python"}},
@@ -66,7 +66,7 @@ def _trace(rank: int, kernel: str, communication_us: int, thread: str) -> dict:
     return {
         "schemaVersion": 1,
         "deviceProperties": [{"id": rank, "name": "a device"}],
-        "distributedInfo": {"backend": "nccl", "rank": rank, "world_size": 2},
+        "distributedInfo": {"backend": "nccl", "rank": rank, "world_size": world_size},
         "baseTimeNanoseconds": 1_790_000_000_000_000_000,
         "displayTimeUnit": "ms",
         "traceEvents": events,

@@ -123,8 +123,9 @@ def _of_steps(
         work = [grown for grown in computed if not (is_memory and grown in moving)]
         cause = _compute(computing, changes, counted, work, mean_ns=mean_ns)
         candidates.append(_Candidate(cause, computed_ns, is_counted=bool(counted)))
-    host_metrics = _of_cause(HOST, changes)
-    if waiting := [key for key in host_metrics if key in failed] or (computing and _longer(changes, *host_metrics)):
+    failed_waits = _of_cause(HOST, failed)
+    waiting = _of_cause(HOST, {*failed_waits, *_longer(changes, *_of_cause(HOST, changes))})
+    if failed_waits or (computing and waiting):
         parts = [f"{_change_text(changes[metric])} per step" for metric in waiting]
         idle_ns = max(0.0, *(changes[metric].difference for metric in waiting))
         candidates.append(_Candidate(Cause(HOST, _sentence(parts), tuple(waiting)), idle_ns))
