@@ -18,7 +18,7 @@ from tracekit.replay.graph.nodes import WORK
 from tracekit.rules import outlier_steps, slow_collectives, straggler_consequences, stragglers
 from tracekit.rules.mean_saving import mean_saving
 from tracekit.rules.rule import Finding, Report, Severity, WhatIf, sort_findings, warnings
-from tracekit.rules.straggler_consequences import pricing_of
+from tracekit.rules.straggler_consequences import UNEVEN, pricing_of
 
 _MIN_LAUNCHED_RATIO = 0.9
 """Share of the launched work whose launch must be known: otherwise the graph lacks the work's dependencies."""
@@ -29,7 +29,7 @@ _MIN_PART_RATIO = 0.25
 _MAX_DIFFERENCE_RATIO = 0.1
 """Evidence is of one step and a saving of the mean step: up to this share of the evidence they count as equal."""
 _MORE = 2
-_UNEVEN, _OCCASIONAL = "RANK003", "RANK005"
+_OCCASIONAL = "RANK005"
 _MIN_EXPLAINED_RATIO = 0.1
 """Share of what a rank costs in some steps that its work in these steps has to explain."""
 _MIN_OWN_RATIO = 0.5
@@ -202,7 +202,7 @@ def _beyond(run: Run, finding: Finding, removed: list[Removal], causing: Mapping
     remains, the finding is a consequence of the costliest of them. Late ranks with a price of
     their own keep it.
     """
-    is_uneven = finding.code == _UNEVEN and finding.what_if is None
+    is_uneven = finding.code == UNEVEN and finding.what_if is None
     is_occasional = finding.code == _OCCASIONAL
     is_minor = pricing_of(finding) is Pricing.LATE_RANKS and (finding.severity is Severity.INFO or _is_uneven(finding))
     if not is_uneven and not is_occasional and (not is_minor or finding.consequence_of):
@@ -228,7 +228,7 @@ def _beyond(run: Run, finding: Finding, removed: list[Removal], causing: Mapping
 
 def _is_uneven(finding: Finding) -> bool:
     """Whether a finding is on ranks that wait in turn, of which it names none as late."""
-    return finding.code == _UNEVEN and (finding.what_if is None or finding.what_if.cause is not STRAGGLER)
+    return finding.code == UNEVEN and (finding.what_if is None or finding.what_if.cause is not STRAGGLER)
 
 
 def removals_of_containing(cause: Cause) -> tuple[Removal, ...]:

@@ -13,7 +13,7 @@ from tracekit.rules.mean_saving import MeanStep, mean_saving
 from tracekit.rules.rule import Finding, Severity, family, warnings
 
 _STRAGGLERS = ("RANK001", "RANK004")
-_UNEVEN = "RANK003"
+UNEVEN = "RANK003"
 _MIN_OWN_RATIO = 0.5
 """Share of a saving that must remain without a straggler for a fault of its own, as in `cost_attribution`."""
 
@@ -49,7 +49,7 @@ def with_pauses_of_each_step(finding: Finding, findings: Sequence[Finding]) -> F
     At the start of a recording little work is queued, so a pause delays the device that queued work hides later. A
     replay without the time that is unusual for the rank then saves little, without the rank all.
     """
-    is_doubtful = finding.code == _UNEVEN and finding.severity is Severity.INFO and finding.is_priced
+    is_doubtful = finding.code == UNEVEN and finding.severity is Severity.INFO and finding.is_priced
     if not is_doubtful or finding.consequence_of or not finding.ranks:
         return finding
     stalls = (other for other in findings if other.what_if is not None and other.what_if.cause is SINGLE_STALL)

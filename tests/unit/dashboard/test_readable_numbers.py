@@ -60,10 +60,10 @@ def _written(form, value):
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize(("address", "query"), VIEWS, ids=[f"{a}-{'-'.join(q.values())}" for a, q in VIEWS])
 def test_numbers_have_few_digits_and_none_but_zero_shows_as_zero(address, query, run):
-    shown = page(address, SAMPLES / run, **query)
-    assert not shown.exception
-    assert not [text for text in _texts(shown) if _UNREADABLE.search(text)]
-    for heading, form, values in _columns(shown):
+    app = page(address, SAMPLES / run, **query)
+    assert not app.exception
+    assert not [text for text in _texts(app) if _UNREADABLE.search(text)]
+    for heading, form, values in _columns(app):
         assert not _IDENTIFIER.search(heading)
         for value in values if form else ():
             text = _written(form, value)
@@ -74,5 +74,5 @@ def test_numbers_have_few_digits_and_none_but_zero_shows_as_zero(address, query,
 def test_the_links_to_runs_are_inside_a_window_of_800_pixels():
     (runs,) = page("runs", SAMPLES / "ci").dataframe
     widths = {name: column.get("width") for name, column in json.loads(runs.proto.columns).items()}
-    shown = list(runs.value.columns)
-    assert CHECK_BOX_PX + sum(widths[name] for name in shown[: shown.index("open") + 1]) <= NARROW_PX
+    columns = list(runs.value.columns)
+    assert CHECK_BOX_PX + sum(widths[name] for name in columns[: columns.index("open") + 1]) <= NARROW_PX

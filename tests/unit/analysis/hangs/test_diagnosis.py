@@ -157,14 +157,14 @@ def test_other_sizes_and_types_are_mismatches(change: dict[str, Any], kind: str)
 @pytest.mark.parametrize("sizes", [(8, 9, 10, 11), (8, 8, 9, 9), (8, 9, 9, 8)], ids=str)  # no batch has a usual size
 def test_a_size_is_stated_only_of_the_ranks_that_pass_it(sizes: tuple[int, ...]) -> None:
     calls = {r: [*done(STEP), entry("all_reduce", 4, state="started", size=(size,))] for r, size in enumerate(sizes)}
-    found = diagnosed(calls)
-    stated = re.findall(r"[Rr]anks? ([\d–, ]+) calls? all_reduce \[(\d+)\]", found.verdict)
+    diagnosis = diagnosed(calls)
+    stated = re.findall(r"[Rr]anks? ([\d–, ]+) calls? all_reduce \[(\d+)\]", diagnosis.verdict)
     assert len(stated) == 2
-    listed = str(hang.document(found).sections)
+    report_text = str(hang.document(diagnosis).sections)
     for ranks, size in stated:
         passing = [rank for rank in range(4) if sizes[rank] == int(size)]
         assert ranks == units.ranges(passing)
-        assert f"{units.numbers('rank', passing)}: all_reduce [{size}]" in listed
+        assert f"{units.numbers('rank', passing)}: all_reduce [{size}]" in report_text
 
 
 def test_shapes_of_equally_many_elements_match() -> None:
